@@ -38,7 +38,7 @@ class PrepareOptions:
     min_feature_count: int = 1
     """Values of features with fewer occurrences become unknown."""
     max_rejects: float = 0.01
-    """Share of malformed lines above which the job stops (not for demo, demo-low-rank and demo-features)."""
+    """Share of malformed lines above which the job stops (not for demo and demo-…)."""
     seed: int = 0
     """Seed of the demo generators (only they take it)."""
     user_column: str = "user"

@@ -32,6 +32,7 @@ SOURCES = Registry[Source](
     {
         **dict.fromkeys(("demo", "demo-low-rank"), Source(f"{_SOURCES}.demo:read", ("seed",))),
         "demo-features": Source(f"{_SOURCES}.demo_features:read", ("seed",)),
+        "demo-shop": Source(f"{_SOURCES}.demo_shop:read", ("seed",)),
         **dict.fromkeys(("ml-100k", "ml-1m", "ml-20m", "ml-latest"), Source(f"{_SOURCES}.movielens:read")),
         **dict.fromkeys(("amazon-beauty", "amazon-games", "amazon-books"), _AMAZON),
         "sequences": Source(f"{_SOURCES}.sequences:read"),

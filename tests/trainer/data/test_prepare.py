@@ -369,7 +369,7 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     [
         (
             {"name": "ml1m"},
-            r"no data format named 'ml1m' \(did you mean ml-1m\?\); there are: demo, demo-low-rank, demo-features, ml-",
+            r"no data format named 'ml1m' \(did you mean ml-1m\?\); there are: demo, demo-low-rank, demo-features, ",
         ),
         ({"name": "amazon-"}, r"no data format named 'amazon-' \(did you mean amazon-"),
         ({"name": "demo", "source": "x"}, "demo is generated and takes no --source"),

@@ -5,7 +5,8 @@ each a topic with the user's own place on its ring. The next item is near the cu
 place moves on along the ring with each action, and the active interest switches as a Markov chain. So whether a user
 takes an item depends narrowly on the pair, for hundreds of places, and on the user's earlier actions.
 
-`demo-features` has the actions of `demo`, and features of items, users and actions (demo_features.py).
+`demo-features` has the actions of `demo`, and features of items, users and actions (demo_features.py). `demo-shop` is a
+shop (demo_shop.py).
 
 `demo-low-rank` is the control: the log-odds of an item are its log popularity plus one inner product of a user vector
 with an item vector, and the user vector drifts. Popularity weights, sizes and lengths are drawn in the same way.
@@ -125,10 +126,10 @@ def generate(parameters: DemoParameters, seed: int) -> Generated:
     fewest = parameters.fewest_interests * parameters.items // parameters.topics
     assert parameters.longest <= fewest, "a user takes no item twice, and only of topics of interest"
     rng = np.random.Generator(np.random.PCG64(seed))
-    weights = _popularity(parameters, rng)
+    weights = popularity(parameters, rng)
     members = rng.permutation(parameters.items).reshape(parameters.topics, -1)
-    interests, standing = _draw_interests(parameters, weights[members].sum(axis=1), rng)
-    walk = _Walk(parameters, np.log(weights)[members], interests, standing)
+    interests, standing = draw_interests(parameters, weights[members].sum(axis=1), rng)
+    walk = Walk(parameters, np.log(weights)[members], interests, standing)
     choices = np.empty((parameters.users, parameters.longest), np.int32)
     for step in range(parameters.longest):
         topics, positions = walk.step(rng)
@@ -145,7 +146,7 @@ def generate(parameters: DemoParameters, seed: int) -> Generated:
 def generate_low_rank(parameters: LowRankParameters, seed: int) -> Generated:
     """The control."""
     rng = np.random.Generator(np.random.PCG64(seed))
-    log_weights = np.log(_popularity(parameters, rng)).astype(np.float32)
+    log_weights = np.log(popularity(parameters, rng)).astype(np.float32)
     item_vectors = rng.standard_normal((parameters.items, parameters.rank), np.float32)
     item_vectors *= np.float32(parameters.strength / np.sqrt(parameters.rank))
     choices = np.empty((parameters.users, parameters.longest), np.int32)
@@ -170,13 +171,13 @@ def _drift_and_choose(
     for step in range(parameters.longest):
         logits = vectors @ item_vectors.T
         logits += base
-        choices[:, step] = _sample(logits, rng)
+        choices[:, step] = sample(logits, rng)
         base[np.arange(users), choices[:, step]] = -np.inf
         vectors = keep * vectors + renew * rng.standard_normal(vectors.shape, np.float32)
     return choices
 
 
-class _Walk:
+class Walk:
     """The places of every user's interests, action by action. T topics of P items; U users of at most K interests."""
 
     def __init__(
@@ -201,7 +202,7 @@ class _Walk:
         distance = self.places - self.standing[rows, self.active][:, None]
         logits = self.log_weights[topics] + self.parameters.focus * np.cos(distance)
         logits[self.taken[rows, self.active]] = -np.inf
-        positions = _sample(logits, rng)
+        positions = sample(logits, rng)
         self.taken[rows, self.active, positions] = True
         self.standing[rows, self.active] = self.places[positions] + self.parameters.stride
         return topics, positions
@@ -216,12 +217,12 @@ class _Walk:
         self.active = np.where(moves & others.any(axis=1), scores.argmax(axis=1), self.active)
 
 
-def _popularity(parameters: SizeParameters, rng: np.random.Generator) -> np.ndarray:
+def popularity(parameters: SizeParameters, rng: np.random.Generator) -> np.ndarray:
     ranks = 1 + rng.permutation(parameters.items)
     return ranks ** -float(parameters.popularity_exponent)
 
 
-def _draw_interests(
+def draw_interests(
     parameters: DemoParameters, topic_weights: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     shape = (parameters.users, parameters.topics)
@@ -233,7 +234,7 @@ def _draw_interests(
     return interests, rng.uniform(0, 2 * np.pi, size=interests.shape)
 
 
-def _sample(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def sample(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """One column of each row, in proportion to exp(logits); uses `logits` up."""
     logits -= logits.max(axis=1, keepdims=True)
     np.exp(logits, out=logits)
