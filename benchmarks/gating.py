@@ -1,27 +1,21 @@
-"""The savings of decomposed gates: the paper's table "Effect of pi decomposition", counted; and measured, smaller.
+"""The savings of decomposed gates: the paper's table "Effect of pi decomposition", counted.
 
-    python -m benchmarks.gating [--json]
+    python -m benchmarks.gating
 
 Both forms are nn.Linear layers as section 3.2 describes them. The whole form has one two-layer MLP over the features of
 user, item and pair side by side. The decomposed form has one MLP for each, and only the pair's runs over all (user,
 item) pairs. FLOPs are those of the matrix products of the forward pass, two for each multiply-add. Memory is that of
-the FP32 arrays (B, X, ·) which those products read and write. Forward and backward together are measured, on one
-thread, each in a fresh process.
+the FP32 arrays (B, X, ·) which those products read and write.
 """
 
-import json
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-
-from benchmarks.measure import Spent, in_turn, machine, median, spent, spread
 
 
 @dataclass(frozen=True)
@@ -40,17 +34,6 @@ class Sizes:
 PAPER = Sizes(2048, 4096)
 PAPER_GFLOPS = {"whole": 2473.9, "decomposed": 1101.0}
 PAPER_GB = {"whole": 44, "decomposed": 16}
-
-
-@dataclass(frozen=True)
-class Options:
-    users: int = 64
-    """B, where measured."""
-    items: int = 256
-    """X, where measured."""
-    repetitions: int = 3
-    json: bool = False
-    """Print JSON."""
 
 
 class Whole(nn.Module):
@@ -77,20 +60,12 @@ class Decomposed(nn.Module):
 FORMS: dict[str, type[nn.Module]] = {"whole": Whole, "decomposed": Decomposed}
 
 
-def main(options: Options) -> None:
-    small = Sizes(options.users, options.items)
-    tasks = {name: partial(measure, name, small) for name in FORMS}
-    runs = in_turn(tasks, options.repetitions)
-    counts = {name: count(name, PAPER) for name in FORMS}
-    if options.json:
-        measured = {name: [asdict(run) for run in of_form] for name, of_form in runs.items()}
-        print(json.dumps({"machine": machine(), "counted": counts, "small": asdict(small), "measured": measured}))
-        return
+def main() -> None:
     console = Console(width=120)
-    console.print(_counted(counts), _measured(runs, small))
+    console.print(_counted({name: count(name, PAPER) for name in FORMS}))
     console.print(
         "The paper's 2473.9 counts multiply-adds, its 1101.0 two for each: in one convention more is saved than the "
-        f"55.5 % it states. Measured: median of {options.repetitions} (range), 1 thread; {machine()}.",
+        "55.5 % it states.",
         highlight=False,
     )
 
@@ -126,20 +101,6 @@ def _on_meta(form: str, s: Sizes) -> dict[str, float]:
     return {"gflops": counter.get_total_flops() / 1e9, "gib": sum(sizes) / 2**30}
 
 
-def measure(form: str, s: Sizes) -> Spent:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    module = FORMS[form](s)
-    module(*_features(Sizes(2, 2))).sum().backward()
-    features = [feature.requires_grad_() for feature in _features(s)]
-    weight = torch.randn(s.L)
-
-    def step() -> None:
-        (module(*features) @ weight).sum().backward()
-
-    return spent(step)
-
-
 def _features(s: Sizes) -> list[Tensor]:
     return [torch.randn(s.B, s.user), torch.randn(s.X, s.item), torch.randn(s.B, s.X, s.cross)]
 
@@ -163,20 +124,9 @@ def _counted(counts: dict[str, dict[str, float]]) -> Table:
     return table
 
 
-def _measured(runs: dict[str, list[Spent]], s: Sizes) -> Table:
-    title = f"Measured, forward and backward: B = {s.B}, X = {s.X}"
-    table = Table("gates", "CPU ms", "peak MB", title=title)
-    for name, of_form in runs.items():
-        milliseconds = spread([run.cpu_s * 1000 for run in of_form], 0)
-        table.add_row(name, milliseconds, spread([run.peak_mb for run in of_form], 0))
-    whole, parts = median(runs["whole"]), median(runs["decomposed"])
-    table.add_row("saving", _saving(whole.cpu_s, parts.cpu_s), _saving(whole.peak_mb, parts.peak_mb))
-    return table
-
-
 def _saving(before: float, after: float) -> str:
     return f"{100 * (after - before) / before:+.1f} %"
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -314,10 +314,10 @@ def codec(width: int, groups: int, dtype: torch.dtype, forward: bool) -> None:
 def dropout(width: int, dtype: torch.dtype) -> None:
     """By itself, after relu, and added to FP32 numbers."""
     x, row_R = empty(10_000, width, dtype=dtype), empty(10_000, dtype=torch.int64)
-    noise_triton.dropped(x, row_R, 1, 2, 1.25)
-    noise_triton.dropped(x, row_R, 1, 2, 1.25, relu=x)
-    noise_triton.dropped(x, row_R, 1, 2, 1.25, empty(10_000, width))
-    noise_triton.dropped(empty(10_000, width), row_R, 1, 2, 1.25, dtype=dtype)
+    noise_triton.dropped(x, row_R, (1, 0), 2, 1.25)
+    noise_triton.dropped(x, row_R, (1, 0), 2, 1.25, relu=x)
+    noise_triton.dropped(x, row_R, (1, 0), 2, 1.25, empty(10_000, width))
+    noise_triton.dropped(empty(10_000, width), row_R, (1, 0), 2, 1.25, dtype=dtype)
 
 
 def normalization(width: int, dtype: torch.dtype) -> None:

@@ -18,16 +18,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.arms import FP8_WIRE, FP32_WIRE, PRECISIONS, Settings, words_of
 from benchmarks.measure import logitmix, machine, spread
-from benchmarks.quality import ARMS
 from logitmix.trainer.run.metrics import read_rows
 
 CORES = os.cpu_count() or 1
-LINES = {
-    f"{CORES} processes, fp32": ("fp32", CORES),
-    f"{CORES} processes, bf16": ("bf16", CORES),
-    f"{CORES} processes, bf16 + fp8 wire": ("bf16 + fp8 wire", CORES),
-    f"1 process with {CORES} threads, bf16": ("bf16", 1),
+FP32, BF16 = ({**PRECISIONS[name], **FP32_WIRE} for name in ("fp32", "bf16"))
+LINES: dict[str, tuple[Settings, int]] = {
+    f"{CORES} processes, fp32": (FP32, CORES),
+    f"{CORES} processes, bf16": (BF16, CORES),
+    f"{CORES} processes, bf16 + fp8 wire": ({**BF16, **FP8_WIRE}, CORES),
+    f"1 process with {CORES} threads, bf16": (BF16, 1),
 }
 
 
@@ -50,13 +51,15 @@ def main(options: Options) -> None:
     Console(width=120).print(table)
 
 
-def _rate(options: Options, arm: str, processes: int) -> float:
+def _rate(options: Options, settings: Settings, processes: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
-        words = ["--data.path", options.data, "--train.minutes", str(options.minutes), "--train.log-every", "10"]
-        words += ["--no-start"]
-        threads = ["--train.threads", str(CORES // processes), "--train.device", "cpu"]
-        logitmix("train", options.recipe, *words, *threads, *ARMS[arm], "--run", str(run), processes=processes)
+        settings = {
+            "recipe": options.recipe, "run": str(run), "data.path": options.data, "no-start": "",
+            "train.minutes": str(options.minutes), "train.log-every": "10", "train.device": "cpu",
+            "train.threads": str(CORES // processes), **settings,
+        }  # fmt: skip
+        logitmix("train", *words_of(settings), processes=processes)
         rates = [row["examples_per_second"] for row in read_rows(run, "train")]
     return statistics.median(rates[len(rates) // 4 :])
 

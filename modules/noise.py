@@ -25,8 +25,9 @@ def derive_key(*parts: int | str) -> int:
 
 def random_bits(key: int, rows_R: Tensor, columns_C: Tensor) -> Tensor:
     """Uniform int32 [R, C], a hash of key, int64 rows [R] and int64 columns [C]."""
-    row_R = _mix((rows_R & _LOW).to(torch.int32) ^ _signed(key))
-    row_R = _mix(row_R ^ (rows_R >> 32).to(torch.int32) ^ _signed(key >> 32))
+    low, high = halves(key)
+    row_R = _mix((rows_R & _LOW).to(torch.int32) ^ low)
+    row_R = _mix(row_R ^ (rows_R >> 32).to(torch.int32) ^ high)
     column_C = _mix(columns_C.to(torch.int32) ^ _GOLDEN)
     return _mix(row_R[:, None] ^ column_C[None, :])
 
@@ -159,7 +160,7 @@ def _dropped(
         # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import noise_triton
 
-        return noise_triton.dropped(x, rows_R, key, drop, scale, onto, dtype, relu)
+        return noise_triton.dropped(x, rows_R, halves(key), drop, scale, onto, dtype, relu)
     library = _library()
     assert library is not None
     x, rows_R = x.contiguous(), rows_R.contiguous()
@@ -193,9 +194,14 @@ _library = lazy_library(
 _LOW = 0xFFFFFFFF
 
 
+def halves(key: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a key, each as a signed number."""
+    return _signed(key), _signed(key >> 32)
+
+
 def _signed(bits: int) -> int:
     bits &= _LOW
-    return bits - (1 << 32) if bits >> 31 else bits
+    return bits - (bits >> 31 << 32)
 
 
 _GOLDEN = _signed(0x9E3779B9)

@@ -21,7 +21,7 @@ BUDGET = {"_dropout": (4, 0)}
 def dropped(
     x: Tensor,
     rows_R: Tensor,
-    key: int,
+    key: tuple[int, int],
     drop: int,
     scale: float,
     onto: Tensor | None = None,
@@ -29,8 +29,8 @@ def dropped(
     relu: Tensor | None = None,
 ) -> Tensor:
     """x [R, ...], FP32 or BF16, as numbers of `dtype` (its own, if none is given) times `scale`, a number of that type,
-    or times 0 where noise.py's 16 random bits are below `drop`. Where `relu`, of the same shape, is at most 0, there is
-    0 instead. Then `onto` is added, as torch adds numbers of the two types."""
+    or times 0 where noise.py's 16 random bits are below `drop`. `key` is its two halves. Where `relu`, of the same
+    shape, is at most 0, there is 0 instead. Then `onto` is added, as torch adds numbers of the two types."""
     dtype = dtype or x.dtype
     has_onto, has_relu = onto is not None, relu is not None
     to = dtype if onto is None else torch.promote_types(dtype, onto.dtype)
@@ -43,17 +43,11 @@ def dropped(
     rows = ELEMENTS // columns
     with torch.cuda.device_of(x):
         _dropout[(triton.cdiv(R, rows), triton.cdiv(W, columns))](
-            x, rows_R, onto, relu, out, R, W, signed(key), signed(key >> 32), drop, scale, ROWS=rows, COLUMNS=columns,
+            x, rows_R, onto, relu, out, R, W, *key, drop, scale, ROWS=rows, COLUMNS=columns,
             ONTO=has_onto, RELU=has_relu, HALF=dtype == torch.bfloat16, EMULATED=x.device.type != "cuda",
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
-
-
-def signed(bits: int) -> int:
-    """The low 32 bits as a signed number, so that Triton gives every value the same type."""
-    bits &= 0xFFFFFFFF
-    return bits - (bits >> 31 << 32)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..batch import Packing
-from ..noise_triton import hashed_rows, keep_mask, rounded, signed
+from ..noise import halves
+from ..noise_triton import hashed_rows, keep_mask, rounded
 from . import hstu_triton
 
 ELEMENTS, MOST_COLUMNS = 1024, 2048
@@ -121,7 +122,7 @@ def _run(
     arguments: tuple[Any, ...] = tensors
     if row is not None:
         key, drop = noise
-        arguments += (row.contiguous(), signed(key), signed(key >> 32), drop, 65536 / (65536 - drop))
+        arguments += (row.contiguous(), *halves(key), drop, 65536 / (65536 - drop))
         sizes["DROP"] = drop > 0
     with torch.cuda.device_of(x):
         kernel[(triton.cdiv(T, rows),)](x, *arguments, epsilon, T, **sizes, EMULATED=x.device.type != "cuda")

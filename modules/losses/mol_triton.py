@@ -43,8 +43,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from triton.compiler.compiler import max_shared_mem
 
-from ..noise import derive_key, threshold
-from ..noise_triton import hashed_rows, keep_mask, rounded, signed
+from ..noise import derive_key, halves, threshold
+from ..noise_triton import hashed_rows, keep_mask, rounded
 from ..transfer import copy_all, on_device
 from .blockwise import GATES, GateDropout, spans
 
@@ -224,7 +224,7 @@ class _MolLoss(torch.autograd.Function):
         if dropout is not None:
             row_T = dropout.row_T.to(torch.int64).contiguous()
             key = derive_key(dropout.noise.key, GATES)
-            noise = signed(key), signed(key >> 32), threshold(dropout.rate)
+            noise = *halves(key), threshold(dropout.rate)
         log_q_V = None if groups[3] is None else groups[3].to(torch.float32).contiguous()
         problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, log_q_V, noise)
         tiles = problem.tiles()

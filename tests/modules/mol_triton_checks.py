@@ -24,7 +24,7 @@ from torch import Tensor
 from logitmix.modules import noise_triton
 from logitmix.modules.losses import mol_triton
 from logitmix.modules.losses.blockwise import GateDropout
-from logitmix.modules.noise import derive_key, threshold
+from logitmix.modules.noise import derive_key, halves, threshold
 
 
 def fused(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -123,8 +123,7 @@ def check_masks(device: str) -> None:
             noise = replace(NOISE, key=derive_key(seed, "mask"))
             key = derive_key(noise.key, "gates")
             kept = torch.zeros(16, 64, dtype=torch.int8, device=device)
-            halves = noise_triton.signed(key), noise_triton.signed(key >> 32)
-            _mask_kernel[(1,)](rows_R.to(device), *halves, threshold(rate), kept, 16, 64)
+            _mask_kernel[(1,)](rows_R.to(device), *halves(key), threshold(rate), kept, 16, 64)
             expected = noise.dropout(torch.ones(16, 64), rate, "gates", rows_R) > 0
             assert torch.equal(kept.cpu() > 0, expected)
 

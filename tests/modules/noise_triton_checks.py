@@ -70,7 +70,7 @@ def in_triton(
 ) -> tuple[Tensor, ...]:
     def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int, **others: Any) -> Tensor:
         scale = float(torch.tensor(noise._scale(drop), dtype=others.get("dtype") or x.dtype))
-        return noise_triton.dropped(x, rows_R.to(device), key, drop, scale, **others)
+        return noise_triton.dropped(x, rows_R.to(device), noise.halves(key), drop, scale, **others)
 
     def named(x: Tensor, rows_R: Tensor, key: int, drop: int, onto: Tensor | None = None, **others: Any) -> Tensor:
         return dropped(x, rows_R, key, drop, onto=onto, **others)
@@ -89,7 +89,9 @@ def fused(x: Tensor, rate: float, rows_R: Tensor, d_out: Tensor, device: str) ->
     moved.requires_grad_()
 
     def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-        return noise_triton.dropped(x, rows_R, key, drop, float(torch.tensor(noise._scale(drop), dtype=x.dtype)))
+        return noise_triton.dropped(
+            x, rows_R, noise.halves(key), drop, float(torch.tensor(noise._scale(drop), dtype=x.dtype))
+        )
 
     # On a GPU it is chosen by itself.
     with mock.patch.object(noise, "_dropped", noise._dropped if device == "cuda" else dropped):

@@ -189,8 +189,8 @@ class Spikes:
     unless only such batches are logged.
     """
 
-    def __init__(self, deviations: float = SPIKE) -> None:
-        self.deviations, self.losses, self.only_last = deviations, deque[float](maxlen=100), True
+    def __init__(self) -> None:
+        self.losses, self.only_last = deque[float](maxlen=100), True
 
     def note(self, loss: float, ends_epoch: bool = False) -> str:
         """What to say of a loss that is so many deviations above the median of the last ones; else nothing."""
@@ -203,7 +203,7 @@ class Spikes:
             return ""
         median = statistics.median(last)
         deviation = DEVIATIONS_A_MAD * statistics.median(abs(each - median) for each in last)
-        if not loss > median + self.deviations * deviation:
+        if not loss > median + SPIKE * deviation:
             return ""
         return f"the loss, {loss:.4f}, is a spike: the median of the last {len(last)} rows is {median:.4f}"
 
