@@ -280,7 +280,7 @@ def _take_states(
 
 def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel, states: bool) -> dict[str, int]:
     """Fills this rank's shards of all tables, and of their optimizers' `states`; returns, by table, how many of its
-    rows the other run had. Rows split by columns count on the rank of their first columns."""
+    rows the other run had. Rows split by columns count on the rank of their first columns, and copies once."""
     before, schema = path_of(saved.config.data.path), read_schema(run)
     known = {table.name for table in saved.tower.schema.tables}
     of_states = model.table_optimizers.state_dict() if states else {}
@@ -308,7 +308,7 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
                     at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
                     values_ND = row_SD[torch.from_numpy(old_R[at_N] - start)][(slice(None), *part)]
                     shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
-                if tensor is sharded and column == [0]:
+                if tensor is sharded and column == [0] and model.replicas.number == 0:
                     counts[name] += int((old_R >= 0).sum())
     return counts
 

@@ -77,7 +77,8 @@ def test_rows_go_to_the_ids_they_stand_for(tmp_path: Path) -> None:
     old, new, run = write_dataset(tmp_path / "old", features=True), grown(tmp_path / "new"), tmp_path / "run"
     settings = {"model.features": ["all", "recency", "user"], "model.item_id_dropout": 0.3, "train.epochs": 1}
     before = small_config(old, settings)
-    configs = [small_config(new, settings | {"tables.sharding": each}) for each in ("row_wise", "column_wise")]
+    variants = [{"tables.sharding": "row_wise"}, {"tables.sharding": "column_wise"}, {"tables.group_size": 1}]
+    configs = [small_config(new, settings | variant) for variant in variants]
     of_rank_0, of_rank_1 = two_ranks.run(tables_before_and_after, before, configs, run)
 
     saved, then, now = load_saved(run), load_dataset(old), load_dataset(new)
