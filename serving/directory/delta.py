@@ -134,6 +134,8 @@ def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[De
     for name, *_ in stamps(folder):
         try:
             delta = read_delta(folder / name)
+        except FileNotFoundError:  # it has gone
+            continue
         except (ValueError, OSError) as error:
             problems.append(" ".join(str(error).split()))
         else:

@@ -229,6 +229,19 @@ def test_deltas_go_on_where_an_export_has_the_first_ones(chain: Chain, tmp_path:
         fold(chain.base, chain.deltas, chain.base)
 
 
+def test_deltas_that_an_export_has_are_removed_while_a_server_looks(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest first; one may go between two looks."""
+    fold(chain.base, chain.deltas, chain.base, overwrite=True)
+    there = delta.stamps(chain.deltas)
+    monkeypatch.setattr(delta, "stamps", lambda folder: there)
+    digest = reader.read(chain.base).digest
+    for name in ("d1", "d2", "d3"):
+        shutil.rmtree(chain.deltas / name)
+        assert delta.chain(chain.deltas, digest) == ([], "")
+
+
 def test_what_a_killed_process_left_is_no_delta(chain: Chain) -> None:
     """A delta has its name once it is complete: whoever is killed before leaves hidden folders."""
     half = shutil.copytree(chain.deltas / "d2", chain.deltas / ".d4.0123abcd.part")
