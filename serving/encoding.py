@@ -4,6 +4,7 @@ Axes: B requests, T positions of their histories, packed, R new items, D encoder
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,19 @@ from logitmix.serving.request import UNKNOWN, Asked
 from logitmix.serving.stored_table import StoredTable, fetch_rows
 
 
+@dataclass(frozen=True, eq=False)
+class Histories:
+    """What is encoded of B histories: at most the model's L actions of each, and at least one."""
+
+    length_B: Tensor
+    item_T: Tensor
+    """Item indices, one history after the other; UNKNOWN is an unknown item."""
+    values: Mapping[str, Values] = field(default_factory=dict)
+    """The features of users and events by name; ids are rows of whole tables."""
+    times: tuple[Tensor, Tensor] | None = None
+    """When the actions were, and when the queries after them are asked, int64 [T]."""
+
+
 class Encoder:
     """The towers, with the tables and vocabularies of their features."""
 
@@ -36,14 +50,19 @@ class Encoder:
 
     def queries(self, asked: list[Asked]) -> Sides:
         """The sides of B requests for both stages. ValueError as `check_features` raises it."""
-        device, encoded = self._items.device, self._encoded(asked)
+        encoded = self._encoded(asked)
         values = self._values(asked, encoded)
         item_T = torch.tensor([item for items in encoded for item in items])
-        vector_TD = self._items.rows(item_T.clamp(min=0))
-        vector_TD[(item_T == UNKNOWN).to(device)] = self._unknown_1D
-        times = _packed_times(asked, encoded) if sees_times(self._tower.config.encoder) else ()
-        packing = Packing(torch.tensor([len(items) for items in encoded]), 0, *times).to(device)
-        rows, values = fetch_rows(self._tables, self._tower.schema, values)
+        return self.sides(Histories(torch.tensor([*map(len, encoded)]), item_T, values, _packed_times(asked, encoded)))
+
+    def sides(self, read: Histories) -> Sides:
+        """The sides of B histories for both stages."""
+        device = self._items.device
+        vector_TD = self._items.rows(read.item_T.clamp(min=0))
+        vector_TD[(read.item_T == UNKNOWN).to(device)] = self._unknown_1D
+        times = read.times or () if sees_times(self._tower.config.encoder) else ()
+        packing = Packing(read.length_B, 0, *times).to(device)
+        rows, values = fetch_rows(self._tables, self._tower.schema, read.values)
         features = Features(values=values).to(device)
         return self._tower.query_sides(self._tower.queries(vector_TD, packing, rows, features))
 

@@ -11,7 +11,7 @@ from logitmix.common.mappings import nearest
 from logitmix.common.values import id_text
 from logitmix.modules.features import Values
 from logitmix.modules.schema import Feature, Owner, Schema
-from logitmix.serving.texts import Texts
+from logitmix.serving.texts import ABSENT, Texts
 
 _REMEMBERED = 2**16
 """Most values whose rows are cached."""
@@ -26,7 +26,7 @@ class FeatureReader:
 
     def __init__(self, schema: Schema, vocabularies: Mapping[str, Texts]) -> None:
         """`vocabularies`: for each table except the items', the values by row, with their order."""
-        self.schema = schema
+        self.schema, self._vocabularies = schema, vocabularies
         # Values repeat, and finding one takes a bisection.
         self._find = lru_cache(_REMEMBERED)(lambda table, value: vocabularies[table].find(value))
 
@@ -46,6 +46,11 @@ class FeatureReader:
                         f"there are: {there}"
                     )
         return {name: self._column(feature, records, names) for name, feature in features.items()}
+
+    def rows(self, table: str, values: Sequence[str]) -> list[int]:
+        """The rows of a table that values of its vocabulary have; "" is unknown."""
+        unknown, places = self.schema.table(table).unknown, self._vocabularies[table].places(values)
+        return [place if value and place != ABSENT else unknown for value, place in zip(values, places, strict=True)]
 
     def _column(self, feature: Feature, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Values:
         cells, row_of = [], partial(self._row, feature)

@@ -20,7 +20,7 @@ from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
-from logitmix.serving.encoding import Encoder, finite, require_finite, too_large
+from logitmix.serving.encoding import Encoder, Histories, finite, require_finite, too_large
 from logitmix.serving.explain import Why, explain
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
@@ -72,9 +72,9 @@ class Retriever:
         self.tower = trained_tower(about.model, about.schema, weights)
         self._reader = RequestReader(contents)
         self._ranker = Ranker(contents, self.tower, devices, group or Group())
-        features = FeatureReader(about.schema, contents.vocabularies)
+        self.features = FeatureReader(about.schema, contents.vocabularies)
         tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
-        self._encoder = Encoder(self.tower, tables, features, self._ranker.items)
+        self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)
 
     @classmethod
     @naming_urls()
@@ -226,6 +226,15 @@ class Retriever:
         Raises ValueError as `recommend` does.
         """
         return named(self._encoder.queries(self._all_asked(requests, Options(unknown=unknown).unknown)))
+
+    @torch.inference_mode()
+    def best(self, read: Histories, excluded: list[list[int]], options: Options) -> Retrieved:
+        """`retrieve` for histories that are read already. `excluded` has the items that each may not find; `options`
+        do not say so here. ValueError that names the history, from 0, for one that is not finite."""
+        query = self._encoder.sides(read)
+        require_finite(query, [f"history {place}" for place in range(len(excluded))])
+        task = Task(self.digest, query, [None] * len(excluded), excluded, options)
+        return Retrieved(*split_keys(self._ranker.rank(lambda: task).cpu()))
 
     @torch.inference_mode()
     def problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:

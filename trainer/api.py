@@ -19,11 +19,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import nearest, require
 from logitmix.common.messages import naming_urls, say, shown
 from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.serving.model import Precision
+from logitmix.serving.request import Options
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import loop
 from logitmix.trainer.commands import comparison
@@ -35,11 +37,12 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.summary import summarize
 from logitmix.trainer.evaluation import evaluate as evaluation
 from logitmix.trainer.export import export as exporting
+from logitmix.trainer.export import recommend as recommending
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.run.folder import refit_path
 
-__all__ = ["Logger", "Retriever", "compare", "evaluate", "export", "prepare", "train"]
+__all__ = ["Logger", "Retriever", "compare", "evaluate", "export", "prepare", "recommend", "train"]
 
 load_plugins()
 
@@ -133,3 +136,25 @@ def export(
     known = not isinstance(extras, str) and all(name in there for name in extras)
     require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
     return exporting.export(fetch_run(run), path_of(out), overwrite, precision=precision, extras=extras)
+
+
+@quietly()
+@naming_urls()
+def recommend(
+    place: str | Path,
+    out: str | Path,
+    data: str | Path = "",
+    k: int = 100,
+    users: str | Path = "",
+    similar_items: bool = False,
+    exclude_history: bool | None = None,
+    stage1: int | None = None,
+    threads: int = 1,
+) -> dict[str, int]:
+    """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
+    arguments are those of the command line."""
+    options = Options(k, exclude_history=exclude_history, stage1=stage1)
+    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items)
+    export, asked = recommending.served(str(place), asked)
+    with process_group("cpu", 60) as ranks:
+        return recommending.recommend(export, asked, ranks, threads)

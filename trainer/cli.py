@@ -43,6 +43,7 @@ COMMANDS = (
     "export",
     "fold",
     "retrieve",
+    "recommend",
     "serve",
     "update-items",
     "rollback",
@@ -66,6 +67,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   export RUN --out DIR                              best checkpoint -> serving directory
   fold DIR --deltas FOLDER --out DIR                a serving directory and its deltas -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
+  recommend RUN|DIR --out FILE [-k 100]             the top items for all users of a dataset
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE                     new items into a serving directory, from their features
   rollback DIR [--to N]                             the export that was there before, in place of the one that is
@@ -85,7 +87,7 @@ EXTRA_MODULES = {
 }
 """Modules that `pip install logitmix` brings, and those that its extras add."""
 
-MAPPING = ("export", "fold", "retrieve", "serve", "update-items")
+MAPPING = ("export", "fold", "retrieve", "recommend", "serve", "update-items")
 """Commands that map an export's files: who truncates one ends them by SIGBUS, of which at least a line shall tell."""
 
 

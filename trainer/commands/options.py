@@ -17,6 +17,8 @@ from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from logitmix.comm.process_group import Ranks
+
 PATIENCE = 365 * 24 * 3600
 """Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
 request. The end of a rank is noticed at once, and one that is stopped by its heartbeat."""
@@ -96,12 +98,19 @@ def items_group(command: str) -> "Iterator[ProcessGroup | None]":
     if not launched():
         yield None
         return
+    with ranks_of(command) as ranks:
+        yield ranks.group
+
+
+@contextlib.contextmanager
+def ranks_of(command: str) -> "Iterator[Ranks]":
+    """The ranks of a command that answers from an export; of this process alone where no launcher has started it."""
     from logitmix.comm.heartbeat import SILENT
     from logitmix.comm.process_group import process_group
     from logitmix.trainer.run.agreement import facts_of
 
     with process_group("cpu", PATIENCE, facts_of(command, None, None), end_lost, SILENT) as ranks:
-        yield ranks.group
+        yield ranks
 
 
 def with_plugins(words: list[str]) -> list[str]:

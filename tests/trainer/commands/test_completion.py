@@ -26,7 +26,7 @@ def completed(script: str, *words: str) -> list[str]:
 
 def test_commands_recipes_and_datasets_are_completed(script: str) -> None:
     assert completed(script, "") == [*cli.COMMANDS, *cli.OPTIONS]
-    assert completed(script, "re") == ["report", "retrieve"]
+    assert completed(script, "re") == ["report", "retrieve", "recommend"]
     assert completed(script, "train", "") == completed(script, "plan", "") == recipe_names()
     assert completed(script, "prepare", "ml-1") == [name for name in SOURCES if name.startswith("ml-1")]
     # Files, which are bash's own part.

@@ -5,17 +5,19 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
 from rich.console import Console
-from small_data import ITEMS, small_config, trained_scores, write_dataset
+from small_data import ITEMS, forget_digests, small_config, trained_scores, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -24,13 +26,15 @@ from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
 from logitmix.serving import items as items_module
 from logitmix.serving.directory.reader import read
 from logitmix.serving.request import Request
-from logitmix.serving.retriever import Retriever
+from logitmix.serving.retriever import Retriever, Row
+from logitmix.trainer import api
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.export import export as export_module
+from logitmix.trainer.export import recommend as recommend_module
 from logitmix.trainer.export import update as update_module
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.update import update_items
@@ -81,9 +85,11 @@ def raw(dataset: Dataset, feature: Feature, column: Column, row: int) -> Any:
 
 
 def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
-    names = dataset.raw_ids()
-    actions = range(users.first[place], users.place[place])
-    schema, user = dataset.schema, int(users.user[place])
+    return request_after(dataset, int(users.user[place]), range(users.first[place], users.place[place]))
+
+
+def request_after(dataset: Dataset, user: int, actions: range) -> Request:
+    names, schema = dataset.raw_ids(), dataset.schema
     return {
         "history": [names[dataset.items_flat[action]] for action in actions],
         "timestamps": [int(dataset.timestamps_flat[action]) for action in actions],
@@ -357,3 +363,115 @@ def test_a_model_that_cannot_rank_new_items_says_so(
             work(tmp_path / "served", str(tmp_path / "new.csv"), said=Console(stderr=True))
         err = capsys.readouterr().err
         assert said in err and (" hardly be recommended" in err) == bool(said)
+
+
+def whole_requests(dataset: Dataset) -> list[Request]:
+    """Each user, after all their actions."""
+    bounds = pairwise(dataset.offsets.tolist())
+    return [request_after(dataset, user, range(*actions)) for user, actions in enumerate(bounds)]
+
+
+def require_rows(file: Path, names: list[str], expected: list[list[Row]]) -> None:
+    """The file has these rankings of these users or items, up to the rounding of scores."""
+    found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else pa.csv.read_csv(file).to_pylist()
+    rows = [(name, row["rank"], row["id"]) for name, ranking in zip(names, expected, strict=True) for row in ranking]
+    assert [(str(of), rank, item) for of, rank, item, _ in map(dict.values, found)] == rows
+    scores = [row["score"] for ranking in expected for row in ranking]
+    np.testing.assert_allclose([row["score"] for row in found], scores, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["all.parquet", "all.csv"])
+def test_recommendations_are_the_answers_to_requests(
+    run: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """For every user after all their actions, with all features; in blocks and batches."""
+    monkeypatch.setattr(recommend_module, "BLOCK", 16)
+    monkeypatch.setattr(recommend_module, "BATCH", 7)
+    assert api.recommend(run, tmp_path / name, k=9) == {"users": 60, "rows": 9 * 60}
+    export(run, tmp_path / "served")
+    expected = Retriever.load(tmp_path / "served").recommend(whole_requests(dataset), 9)
+    require_rows(tmp_path / name, dataset.raw_user_ids(np.arange(60)), expected)
+    assert not (tmp_path / f"{name}.parts").exists()
+
+
+def test_recommendations_by_a_dataset_that_has_changed(
+    run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids and values are matched by their texts: they have other numbers, some are new, and a feature is gone."""
+    export(run, tmp_path / "served")
+    shutil.copytree(run.parent / "data", tmp_path / "data")
+    forget_digests(tmp_path / "data")
+    items = pq.read_table(tmp_path / "data/items.parquet")
+    ids = items["raw_id"].to_pylist()
+    ids[3], ids[5], ids[7] = ids[5], "new", ids[3]
+    at = items.schema.get_field_index("raw_id")
+    pq.write_table(items.set_column(at, "raw_id", pa.array(ids)), tmp_path / "data/items.parquet")
+    changed = load_dataset(tmp_path / "data")
+    (tmp_path / "users.txt").write_text("3\n\nnobody\n1\n3\n")
+    wanted = [changed.raw_user_ids(np.arange(60)).index(name) for name in ("3", "1")]
+    api.recommend(tmp_path / "served", tmp_path / "some.parquet", tmp_path / "data", 5, tmp_path / "users.txt")
+    said = capsys.readouterr().err
+    assert f"1 of {ITEMS} items of {tmp_path / 'data'} are not in the export, such as 'new'" in said
+    assert "1 of 3 users in" in said and "such as 'nobody'" in said and "name a user again, such as '3'" in said
+    requests = whole_requests(changed)
+    expected = Retriever.load(tmp_path / "served").recommend([requests[user] for user in wanted], 5)
+    require_rows(tmp_path / "some.parquet", ["3", "1"], expected)
+
+
+def test_similar_items_are_the_answer_to_an_item_alone(served: Path, tmp_path: Path) -> None:
+    retriever = Retriever.load(served)
+    api.recommend(served, tmp_path / "similar.csv", k=4, similar_items=True, exclude_history=False)
+    requests: list[Request] = [{"history": [of], "blocked": [of]} for of in retriever.raw_ids]
+    require_rows(tmp_path / "similar.csv", list(retriever.raw_ids), retriever.recommend(requests, 4))
+
+
+def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """From its parts, if nothing else differs; the bytes are the same."""
+    monkeypatch.setattr(recommend_module, "BLOCK", 16)
+    api.recommend(run, tmp_path / "whole.parquet", k=5)
+    answers, killed = recommend_module._answers, tmp_path / "killed.parquet"
+    done: list[int] = []
+
+    def some(*given: Any) -> pa.Table:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(1)
+        return answers(*given)
+
+    monkeypatch.setattr(recommend_module, "_answers", some)
+    with pytest.raises(KeyboardInterrupt):
+        api.recommend(run, killed, k=5)
+    assert not killed.exists() and len(list((tmp_path / "killed.parquet.parts").glob("*.arrow"))) == 2
+    monkeypatch.setattr(recommend_module, "_answers", lambda *given: done.append(1) or answers(*given))
+    api.recommend(run, killed, k=5)
+    assert len(done) == 4 and "2 of 4 parts are there already" in capsys.readouterr().err
+    assert killed.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "killed.parquet.parts").mkdir()
+    (tmp_path / "killed.parquet.parts/mine.txt").touch()
+    with pytest.raises(ValueError, match="is not what recommend leaves"):
+        api.recommend(run, killed, k=5)
+    (tmp_path / "killed.parquet.parts/mine.txt").unlink()
+    done[:] = [1, 1]
+    monkeypatch.setattr(recommend_module, "_answers", some)
+    done.pop()
+    with pytest.raises(KeyboardInterrupt):
+        api.recommend(run, killed, k=5)
+    monkeypatch.setattr(recommend_module, "_answers", answers)
+    assert api.recommend(run, killed, k=4)["rows"] == 4 * 60
+    assert "1 parts in" in (said := capsys.readouterr().err) and "begun anew" in said
+
+
+def test_recommend_refuses_what_it_cannot_do(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "served")
+    (tmp_path / "users.txt").write_text("nobody\n")
+    for said, given in (
+        ("it must be a local file whose name ends with .parquet or .csv", {"out": tmp_path / "x.json"}),
+        ("give the dataset with the users' histories: --data.path DIR", {"data": ""}),
+        ("none of the 1 users in .* is in .*, such as 'nobody'", {"users": tmp_path / "users.txt"}),
+        ("no file at missing; --users must name one", {"users": "missing"}),
+        ("--users has no place beside --similar-items", {"users": "x", "similar_items": True}),
+        ("k is 0; it must be at least 1", {"k": 0}),
+    ):
+        with pytest.raises(ValueError, match=said):
+            api.recommend(tmp_path / "served", **{"out": tmp_path / "x.csv", "data": run.parent / "data", **given})
+    assert not (tmp_path / "x.csv").exists()

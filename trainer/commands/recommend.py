@@ -1,0 +1,57 @@
+"""`logitmix recommend`: the top items for all users of a dataset, or for all items."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from logitmix.launch.processes import is_main
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption, ranks_of
+from logitmix.trainer.commands.words import parse
+from logitmix.trainer.config import HistoryRule
+
+
+@dataclass(frozen=True)
+class Arguments(JSONOption, ProcessesOption, ThreadsOption):
+    """The top items for every user of a dataset, after all their actions. Where this was stopped before its end, the
+    same command goes on."""
+
+    place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|DIR")]
+    """Run directory or serving directory."""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")]
+    """File to write, .parquet or .csv: user, rank, item, score."""
+    data_path: Annotated[str, tyro.conf.arg(name="data.path", metavar="DIR")] = ""
+    """Dataset directory with the users' histories; that of the run when left empty."""
+    users: str = ""
+    """File with the raw id of a user in each line: only these."""
+    similar_items: bool = False
+    """Instead of users, every item: the top items after a history of this item alone. The first column is
+    similar_to."""
+    k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
+    """How many items."""
+    stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
+    """K': items that the h-indexer keeps for the similarity to rank."""
+    exclude_history: HistoryRule = "auto"
+    """Leave items of the history out; auto: as in the run's evaluation."""
+
+
+def run(words: list[str]) -> None:
+    arguments = parse(Arguments, "recommend", words)
+    from logitmix.serving.request import Options
+    from logitmix.trainer.export.recommend import Asked, recommend, served
+
+    exclude = None if arguments.exclude_history == "auto" else arguments.exclude_history == "yes"
+    options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1)
+    asked = Asked(Path(arguments.out), arguments.data_path, options, arguments.users, arguments.similar_items)
+    export, asked = served(arguments.place, asked)
+    if str(export) != arguments.place:
+        # The ranks take what was made of the run.
+        words = [str(export) if word == arguments.place else word for word in words]
+        words += ["--data.path", asked.data]
+    arguments.start_ranks("recommend", words)
+    with ranks_of("recommend") as ranks:
+        counts = recommend(export, asked, ranks, arguments.threads_of_rank)
+    if is_main():
+        of = "items" if asked.similar_items else "users"
+        arguments.tell(counts, f"{asked.out}: {counts['rows']:,} rows for {counts[of]:,} {of}")

@@ -1,0 +1,345 @@
+"""Recommendations for all users of a dataset, or for all items: a file with the answer of an export to each.
+
+A block of users after the other is answered and written to a part; the parts become the file at the end. So a job that
+is killed goes on with the blocks that are missing, and the ranks of a job divide the blocks.
+
+Axes: B users of a batch, T actions, X items of the dataset, k items for each user.
+"""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from logitmix.comm.collectives import on_all_ranks, on_first_rank
+from logitmix.comm.process_group import Ranks
+from logitmix.common.checked import json_digest
+from logitmix.common.files import held_alone, sync, write_whole, writing_whole
+from logitmix.common.messages import say
+from logitmix.common.storage import fetch
+from logitmix.launch.processes import launched
+from logitmix.modules.features import Values
+from logitmix.modules.schema import Owner
+from logitmix.serving.encoding import Histories
+from logitmix.serving.request import UNKNOWN, Options
+from logitmix.serving.retriever import Retriever
+from logitmix.serving.texts import ABSENT, Texts
+from logitmix.trainer.data.columns import Column, ranges
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.lookups import columns_of, values_of
+from logitmix.trainer.export.export import export
+from logitmix.trainer.progress import counting
+from logitmix.trainer.run.folder import read_config
+
+BLOCK = 2**10
+"""Users of a part."""
+BATCH = 2**7
+"""Users encoded and ranked at once."""
+SUFFIXES = (".parquet", ".csv")
+_JOB, _PART = "job.json", "{:07}.arrow"
+_SCHEMA = pa.schema([("of", pa.int64()), ("rank", pa.int32()), ("item", pa.int64()), ("score", pa.float32())])
+
+Ints = NDArray[np.int64]
+Read = tuple[Ints, Histories, list[list[int]]]
+"""Some users or items, their histories, and the items that each may not find."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """For whom items are wanted, and where these go."""
+
+    out: Path
+    data: str = ""
+    """Dataset directory with the histories."""
+    options: Options = Options(100)  # noqa: RUF009 (frozen)
+    users: str = ""
+    """File with the raw id of a user in each line; all users without it."""
+    similar_items: bool = False
+    """For each item after it alone, instead of for users."""
+
+    def __post_init__(self) -> None:
+        if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
+            raise ValueError(
+                f"--out is {self.out}; it must be a local file whose name ends with {' or '.join(SUFFIXES)}"
+            )
+        if self.users and self.similar_items:
+            raise ValueError("--users has no place beside --similar-items, which asks for all items; leave it out")
+
+    @property
+    def parts(self) -> Path:
+        """Where the parts are while the file is not complete."""
+        return self.out.with_name(f"{self.out.name}.parts")
+
+
+def served(place: str, asked: Asked) -> tuple[Path, Asked]:
+    """The serving directory at a place, or one that is made of the run there, in the folder of the parts; and what is
+    asked, with the dataset of the run if it names none. ValueError if something else is in that folder, and without a
+    dataset."""
+    found = fetch(place)
+    if (found / "config.toml").is_file():
+        if launched():
+            raise ValueError(f"{place} is a run; for several hosts, give an export: logitmix export {place} --out DIR")
+        asked = replace(asked, data=asked.data or read_config(found).data.path)
+        export(found, found := _folder(asked) / "export", overwrite=True)
+    elif not (asked.data or asked.similar_items):
+        raise ValueError(f"give the dataset with the users' histories: --data.path DIR (beside the export {place})")
+    return found, asked
+
+
+def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict[str, int]:
+    """Writes the k best items for each user of the dataset after all their actions, or for each item after it alone, by
+    the export at a place; returns counts. Collective. ValueError for a file of users that cannot be read or names none
+    of the dataset's."""
+    torch.set_num_threads(threads)
+    tell = say if ranks.rank == 0 else lambda line: None
+    retriever, options = Retriever.load(place), asked.options
+    dataset = None if asked.similar_items else load_dataset(asked.data)
+    histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
+    chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
+    job = {
+        "export": retriever.digest,
+        "dataset": json_digest(dataset.identity()) if dataset else "",
+        "of": hashlib.sha256(chosen.tobytes()).hexdigest(),
+        "options": asdict(options),
+    }
+    blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
+    with ExitStack() as held:
+
+        def begin() -> list[int]:
+            if not held.enter_context(held_alone(_folder(asked))):
+                raise ValueError(f"another process writes {asked.out}; wait for it, or give another --out")
+            return _missing(asked.parts, json.dumps(job), len(blocks))
+
+        missing = on_first_rank(begin, ranks)
+
+        def work() -> None:
+            with counting(histories.of, sum(len(blocks[number]) for number in missing), ranks.rank == 0) as advance:
+                for number in missing[ranks.rank :: ranks.world_size]:
+                    _write_part(
+                        asked.parts / _PART.format(number), _answers(retriever, histories, blocks[number], options)
+                    )
+                    advance(len(blocks[number]) * ranks.world_size)
+
+        on_all_ranks(work, ranks)
+        return on_first_rank(lambda: _finish(asked, histories, retriever, blocks), ranks)
+
+
+def _folder(asked: Asked) -> Path:
+    """That of the parts, made if need be. ValueError if something else is there."""
+    parts = asked.parts
+    if parts.exists() and (not parts.is_dir() or (any(parts.iterdir()) and not (parts / _JOB).is_file())):
+        raise ValueError(f"{parts} is not what recommend leaves; remove it, or give another --out")
+    parts.mkdir(parents=True, exist_ok=True)
+    if not (parts / _JOB).exists():
+        write_whole(parts / _JOB, "")
+    return parts
+
+
+def _missing(parts: Path, job: str, count: int) -> list[int]:
+    """The numbers of the parts that are not there. Those of another job are removed, and a line says so."""
+    found = sorted(parts.glob("*.arrow"))
+    if (parts / _JOB).read_text(encoding="utf-8") != job:
+        for file in found:
+            file.unlink()
+        if found:
+            say(f"{len(found):,} parts in {parts} are of another export, dataset or option: begun anew")
+        write_whole(parts / _JOB, job)
+        found = []
+    elif found:
+        say(f"{len(found):,} of {count:,} parts are there already")
+    return [number for number in range(count) if parts / _PART.format(number) not in found]
+
+
+def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
+    """The indices of the users that a file names; all without one."""
+    if not file:
+        return np.arange(dataset.num_users)
+    if not Path(file).exists() or Path(file).is_dir():
+        raise ValueError(f"no file at {file}; --users must name one, with the id of a user in each line")
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text in UTF-8; --users needs the id of a user in each line") from None
+    given = [line.strip() for line in lines if line.strip()]
+    ids = list(dict.fromkeys(given))
+    place_of = {raw_id: place for place, raw_id in enumerate(dataset.raw_user_id_column().to_pylist())}
+    found = [place_of[raw_id] for raw_id in ids if raw_id in place_of]
+    unknown = [raw_id for raw_id in ids if raw_id not in place_of]
+    if not found:
+        such = f", such as {ids[0]!r}" if ids else ""
+        raise ValueError(f"none of the {len(ids):,} users in {file} is in {dataset.path}{such}")
+    if unknown:
+        tell(f"{len(unknown):,} of {len(ids):,} users in {file} are not in {dataset.path}, such as {unknown[0]!r}")
+    if len(ids) < len(given):
+        ((twice, _),) = Counter(given).most_common(1)
+        tell(f"{len(given) - len(ids):,} lines of {file} name a user again, such as {twice!r}: answered once")
+    return np.array(found, np.int64)
+
+
+def _answers(retriever: Retriever, histories: "_OfUsers | _OfItems", block: Ints, options: Options) -> pa.Table:
+    """The best items of some users, one row for each."""
+    exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
+    item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
+    score_BK = np.empty(item_BK.shape, np.float32)
+    order_B = block.argsort()
+    for start in range(0, len(block), BATCH):
+        for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
+            found, at = retriever.best(read, excluded, options), order_B[np.searchsorted(block, some, sorter=order_B)]
+            item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
+    row_N, rank_N = (item_BK != UNKNOWN).nonzero()
+    columns = block[row_N], rank_N + 1, item_BK[row_N, rank_N], score_BK[row_N, rank_N]
+    return pa.table([pa.array(of, field.type) for of, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
+
+
+def _write_part(file: Path, table: pa.Table) -> None:
+    staging = file.with_suffix(".part")
+    with pa.ipc.new_file(staging, _SCHEMA) as writer:
+        writer.write_table(table)
+    sync(staging)
+    staging.replace(file)
+
+
+def _finish(
+    asked: Asked, histories: "_OfUsers | _OfItems", retriever: Retriever, blocks: Sequence[Ints]
+) -> dict[str, int]:
+    """Parts -> file."""
+    names, items, k = histories.names(), as_arrow(retriever.raw_ids), asked.options.k
+    text, of_part = pa.string(), _SCHEMA
+    schema = pa.schema([(histories.column, text), of_part.field("rank"), ("item", text), of_part.field("score")])
+    rows, short, none, example = 0, 0, 0, ""
+    with writing_whole(asked.out) as file:
+        sink = file.buffer
+        with pa.csv.CSVWriter(sink, schema) if asked.out.suffix == ".csv" else pq.ParquetWriter(sink, schema) as writer:
+            for number, block in enumerate(blocks):
+                part = pa.ipc.open_file(asked.parts / _PART.format(number)).read_all()
+                columns = [names.take(part["of"]), part["rank"], items.take(part["item"]), part["score"]]
+                writer.write_table(pa.table(columns, schema.names).cast(schema))
+                full = part["of"].filter(pc.equal(part["rank"], k)).to_numpy()
+                lacking = np.setdiff1d(block, full)
+                if len(lacking):
+                    example = example or names[int(lacking[0])].as_py()
+                    none += len(np.setdiff1d(lacking, part["of"].to_numpy()))
+                rows, short = rows + len(part), short + len(lacking)
+    if short:
+        say(f"{short:,} {histories.of} have fewer than {k:,} items, {none:,} of them none, such as {example!r}")
+    shutil.rmtree(asked.parts)
+    return {histories.of: sum(map(len, blocks)), "rows": rows}
+
+
+class _OfUsers:
+    """The histories of a dataset, as requests to an export would state them. Items, and the values of features, are
+    matched by their ids."""
+
+    of, column = "users", "user"
+
+    def __init__(self, retriever: Retriever, dataset: Dataset, tell: Callable[[str], object]) -> None:
+        self._retriever, self._dataset, self._schema = retriever, dataset, retriever.tower.schema
+        self._item_X = np.array(retriever.raw_ids.places(dataset.raw_ids()), np.int64)
+        if len(absent := (self._item_X == ABSENT).nonzero()[0]):
+            example = dataset.raw_id_column()[int(absent[0])].as_py()
+            of = f"of {dataset.num_items:,} items of {dataset.path} are not in the export, such as {example!r}"
+            if len(absent) == dataset.num_items:
+                raise ValueError(f"all {of}; give the dataset that the model was trained on, or a later one")
+            tell(f"{len(absent):,} {of}: left out of histories")
+        there, kinds = columns_of(dataset, self._schema), {of.name: of for of in dataset.schema.features}
+        self._columns: dict[str, tuple[Column, Ints | None]] = {}
+        for feature in (*self._schema.of("user"), *self._schema.of("event")):
+            own = kinds.get(feature.name, feature)
+            if feature.name not in there[feature.owner]:
+                tell(f"{dataset.path} has no {feature.owner} feature {feature.name}: to the model it is unknown")
+            elif (own.kind, own.width) != (feature.kind, feature.width):
+                raise ValueError(
+                    f"{feature.name} of {dataset.path} is of kind {own.kind}, to the model of kind {feature.kind}"
+                )
+            else:
+                rows = None
+                if feature.sparse:
+                    values = dataset.vocabulary_column(own.table).fill_null("").to_pylist()
+                    rows = np.array(retriever.features.rows(feature.table, values), np.int64)
+                self._columns[feature.name] = there[feature.owner][feature.name], rows
+
+    def names(self) -> pa.ChunkedArray:
+        return self._dataset.raw_user_id_column()
+
+    def read(self, user_B: Ints, exclude: bool) -> Iterator[Read]:
+        dataset, L = self._dataset, self._retriever.config.encoder.max_length
+        first_B, last_B = dataset.offsets[user_B], dataset.offsets[user_B + 1]
+        at_T, row_T = ranges(first_B, last_B - first_B), np.repeat(np.arange(len(user_B)), last_B - first_B)
+        item_T = self._item_X[dataset.items_flat[at_T]]
+        at_T, row_T, item_T = (of[item_T != ABSENT] for of in (at_T, row_T, item_T))
+        count_B = np.bincount(row_T, minlength=len(user_B))
+        end_B = count_B.cumsum()
+        excluded = [of.tolist() if exclude else [] for of in np.split(item_T, end_B[:-1])]
+        length_B = np.minimum(count_B, L)
+        place_T = ranges(end_B - length_B, length_B)
+        with_history, without = (length_B > 0).nonzero()[0], (length_B == 0).nonzero()[0]
+        if len(with_history):
+            time_T = dataset.timestamps_flat[at_T[place_T]].astype(np.int64)
+            asked_T = np.append(time_T[1:], 0)
+            asked_T[length_B[with_history].cumsum() - 1] = dataset.timestamps_flat[last_B[with_history] - 1]
+            read = Histories(
+                torch.from_numpy(length_B[with_history]),
+                torch.from_numpy(item_T[place_T]),
+                self._values("user", user_B[with_history]) | self._values("event", at_T[place_T]),
+                (torch.from_numpy(time_T), torch.from_numpy(asked_T)),
+            )
+            yield user_B[with_history], read, [excluded[row] for row in with_history]
+        # They are answered from their features.
+        if len(without) and self._schema.of("user"):
+            values = self._values("user", user_B[without])
+            yield user_B[without], _of_one(self._retriever, [UNKNOWN] * len(without), values), [[] for _ in without]
+
+    def _values(self, owner: Owner, row_R: Ints) -> dict[str, Values]:
+        found = _unknown(self._retriever, owner, len(row_R))
+        for feature in self._schema.of(owner):
+            if feature.name in self._columns:
+                column, rows = self._columns[feature.name]
+                taken = column.take(row_R)
+                found[feature.name] = values_of(taken, taken.values if rows is None else rows[taken.values])
+        return found
+
+
+class _OfItems:
+    """Each item as a history of its own, in which it is not found."""
+
+    of, column = "items", "similar_to"
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._retriever = retriever
+
+    def names(self) -> pa.Array:
+        return as_arrow(self._retriever.raw_ids)
+
+    def read(self, item_B: Ints, exclude: bool) -> Iterator[Read]:
+        items = item_B.tolist()
+        user = _unknown(self._retriever, "user", len(items))
+        yield item_B, _of_one(self._retriever, items, user), [[of] for of in items]
+
+
+def _of_one(retriever: Retriever, items: list[int], user: Mapping[str, Values]) -> Histories:
+    """Histories of one item each, of which no more is known."""
+    count = len(items)
+    zero_B = torch.zeros(count, dtype=torch.int64)
+    values = {**user, **_unknown(retriever, "event", count)}
+    return Histories(torch.ones(count, dtype=torch.int64), torch.tensor(items), values, (zero_B, zero_B))
+
+
+def _unknown(retriever: Retriever, owner: Owner, count: int) -> dict[str, Values]:
+    return retriever.features.read(owner, [{}] * count, [""] * count)
+
+
+def as_arrow(texts: Texts) -> pa.Array:
+    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
+    return pa.LargeStringArray.from_buffers(len(texts), *buffers)
