@@ -404,9 +404,13 @@ item components x width x hidden units for MoL; heads x width of a head for HSTU
 width for the FP8 codec; else the width. `limit`: among the largest that the kernel covers.
 
 MoL's backward is bound by registers: with 8 x 8 components its sums of the gate's gradients take 64 of a thread's 255
-on A100 and H100. Its tile of 4 positions x 8 negatives stays, though none of 2 x 8, 2 x 16, 4 x 4 and 8 x 8 is free of
-spills or leaves room for a second program: 2 x 8 spills less (168 bytes on A100, not 328), but has half the pairs for
-the same work on the gate's weights.
+on A100 and H100, so that a second program, with 128 each, has no room. What it spills is addresses in shared memory
+that LLVM moves out of the loop over negatives, which stores none of them and loads 34 / 50 times (A100 / H100) in 1,521
+/ 1,435 instructions. Tried, with bytes spilled (328 / 312 as it is) and instructions of that loop: hidden units in two
+halves, 324 / 312; `disable_licm` on both loops, 32 / 96 with 1,686 / 1,644; on the outer one, 240 / 196 with 1,538 /
+1,394 and 270 more around it; both and tiles of 2 x 8 instead of 4 x 8, none, with 1,008 / 971 for half the pairs. Tiles
+of 2 x 16 and 8 x 8 spill more, and of 4 x 4 thousands. Hidden units divided among programs would leave room for two,
+but need 8 products of the gate's size instead of 6. None is better in all, so it stays.
 
 """
 
