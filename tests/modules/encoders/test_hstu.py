@@ -28,9 +28,6 @@ def make(dim: int = DIM, **changes: Any) -> HSTU:
     return filled(HSTU(dim, replace(CONFIG, **changes)))
 
 
-ENCODER = make()
-
-
 def packing(lengths: list[int], first_row: int = 0, seed: int = 3) -> Packing:
     """With times that rise within a sequence, by gaps of all sizes; the query after the last action is asked later."""
     generator = torch.Generator().manual_seed(seed)
@@ -118,67 +115,6 @@ def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: 
     for got, should in zip(actual, expected, strict=True):
         assert bool(should.any())
         torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
-
-
-def part(whole: Packing, first: int, last: int) -> Packing:
-    """The packing of some of its sequences."""
-    of_T = slice(whole.bounds[first], whole.bounds[last])
-    assert whole.time_T is not None and whole.asked_T is not None
-    start = int(whole.row_T[0]) if len(whole.row_T) else 0
-    return Packing(whole.lengths_B[first:last], start + of_T.start, whole.time_T[of_T], whole.asked_T[of_T])
-
-
-@given(lengths=st.lists(st.integers(0, 6), max_size=5))
-@torch.no_grad()
-def test_a_sequence_does_not_see_the_others(lengths: list[int]) -> None:
-    item_TD, whole = rows(sum(lengths)), packing(lengths, first_row=50)
-    together = ENCODER(item_TD, whole, NOISE)
-    for i, (start, end) in enumerate(itertools.pairwise(whole.bounds)):
-        alone = ENCODER(item_TD[start:end], part(whole, i, i + 1), NOISE)
-        torch.testing.assert_close(together[start:end], alone, rtol=0, atol=1e-12)
-    assert together.shape == (sum(lengths), DIM)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
-@pytest.mark.parametrize("changed", range(6))
-def test_a_query_does_not_see_what_follows(changed: int, dtype: torch.dtype) -> None:
-    encoder, item_TD, packed = make().to(dtype), rows(8).to(dtype), packing([6, 2])
-    before = encoder(item_TD, packed, None)
-    other_TD = item_TD.clone()
-    other_TD[changed] += torch.arange(DIM)
-    moved = (encoder(other_TD, packed, None) - before).abs().amax(1)
-    assert moved[:changed].tolist() == [0.0] * changed
-    assert bool((moved[changed:6] > 1e-6).all())
-    assert moved[6:].tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("changed", range(4))
-def test_a_query_sees_when_its_actions_were_and_when_it_is_asked(changed: int) -> None:
-    encoder, item_TD, packed, other = make(), rows(6), packing([4, 2]), packing([4, 2])
-    before = encoder(item_TD, packed, None)
-    assert other.time_T is not None and other.asked_T is not None
-    other.time_T[changed] -= 2**31
-    moved = (encoder(item_TD, other, None) - before).abs().amax(1)
-    assert [value > 1e-6 for value in moved.tolist()] == [i >= changed for i in range(4)] + [False, False]
-
-    other = packing([4, 2])
-    assert other.asked_T is not None
-    other.asked_T[changed] += 2**31
-    moved = (make(blocks=1)(item_TD, other, None) - make(blocks=1)(item_TD, packed, None)).abs().amax(1)
-    assert [value > 1e-6 for value in moved.tolist()] == [i == changed for i in range(6)]
-
-
-def test_dropout_does_not_depend_on_how_a_batch_is_split() -> None:
-    whole = packing([4, 2, 6, 1])
-    item_TD = rows(13)
-    together = ENCODER(item_TD, whole, NOISE)
-    for cut in range(5):
-        start = whole.bounds[cut]
-        first = ENCODER(item_TD[:start], part(whole, 0, cut), NOISE)
-        second = ENCODER(item_TD[start:], part(whole, cut, 4), NOISE)
-        torch.testing.assert_close(torch.cat([first, second]), together, rtol=0, atol=1e-12)
-    moved = ENCODER(item_TD, packing([4, 2, 6, 1], first_row=1), NOISE)
-    assert bool(((moved - together).abs().amax(1) > 0.1).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nested._internal import sdpa
 from torch.nn import functional
@@ -39,9 +37,6 @@ def filled(encoder: M) -> M:
 
 def make(dim: int = DIM, **changes: Any) -> SASRec:
     return filled(SASRec(dim, replace(CONFIG, **changes)))
-
-
-ENCODER = make()
 
 
 def rows(count: int, dim: int = DIM, seed: int = 0) -> Tensor:
@@ -115,44 +110,6 @@ def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None)
     expected = torch.autograd.grad((expected_TD * weight_TD).sum(), wanted)
     for got, should in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
-
-
-@given(lengths=st.lists(st.integers(0, 6), max_size=5))
-@torch.no_grad()
-def test_a_sequence_does_not_see_the_others(lengths: list[int]) -> None:
-    encoder, item_TD = ENCODER, rows(sum(lengths))
-    together = encoder(item_TD, packing(lengths, first_row=50), NOISE)
-    start = 0
-    for length in lengths:
-        alone = encoder(item_TD[start : start + length], packing([length], first_row=50 + start), NOISE)
-        torch.testing.assert_close(together[start : start + length], alone, rtol=0, atol=1e-12)
-        start += length
-    assert together.shape == (sum(lengths), DIM)
-
-
-@pytest.mark.parametrize("changed", range(6))
-def test_a_query_does_not_see_what_follows(changed: int) -> None:
-    encoder, item_TD = make(), rows(8)
-    before = encoder(item_TD, packing([6, 2]), None)
-    other_TD = item_TD.clone()
-    other_TD[changed] += 1
-    moved = (encoder(other_TD, packing([6, 2]), None) - before).abs().amax(1)
-    assert moved[:changed].tolist() == [0.0] * changed
-    assert bool((moved[changed:6] > 1e-6).all())
-    assert moved[6:].tolist() == [0.0, 0.0]
-
-
-def test_dropout_does_not_depend_on_how_a_batch_is_split() -> None:
-    encoder, lengths = make(), [4, 2, 6, 1]
-    item_TD = rows(13)
-    whole = encoder(item_TD, packing(lengths), NOISE)
-    for cut in range(5):
-        start = sum(lengths[:cut])
-        first = encoder(item_TD[:start], packing(lengths[:cut]), NOISE)
-        second = encoder(item_TD[start:], packing(lengths[cut:], first_row=start), NOISE)
-        torch.testing.assert_close(torch.cat([first, second]), whole, rtol=0, atol=1e-12)
-    moved = encoder(item_TD, packing(lengths, first_row=1), NOISE)
-    assert bool(((moved - whole).abs().amax(1) > 0.1).all())
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
