@@ -168,8 +168,6 @@ class Options:
     """Folder with the raw data."""
     jobs: int = 1
     """Runs at once."""
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -204,10 +202,7 @@ def main(options: Options) -> None:
         for dataset in datasets
     }
     title = f"{len(seeds)} seeds, {experiment.processes} processes x 1 thread, {options.jobs} runs at once; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": title, "results": rows}))
-    else:
-        show(rows, experiment.metrics, title)
+    show(rows, experiment.metrics, title)
 
 
 def prepare(path: Path, dataset: str, source: str) -> None:

@@ -1,6 +1,6 @@
 """What two stages cost in quality: the k' items that the h-indexer keeps, then MoL, beside MoL over the whole corpus.
 
-    python -m benchmarks.cascade RUN [RUN ...] [--shares 0.01,0.02,0.05,0.1,0.2,0.5] [--plot FILE] [--json]
+    python -m benchmarks.cascade RUN [RUN ...] [--shares 0.01,0.02,0.05,0.1,0.2,0.5] [--plot FILE]
 
 Each run is exported and answers the test histories of all its users. `co-trained` is the run's own h-indexer.
 `post-hoc` is one that is trained when the run is over, on its frozen model: the same loss, batches and number of
@@ -10,7 +10,6 @@ FP32's best 100 items of the whole corpus that each returns, for 1,000 users, an
 scores of the trained model, relative to the largest score.
 """
 
-import json
 import statistics
 import tempfile
 from dataclasses import dataclass, replace
@@ -54,7 +53,6 @@ class Options:
     threads: int = 1
     plot: str = ""
     """A picture of recall against k'."""
-    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,7 @@ def main(options: Options) -> None:
     setting = f"{len(options.runs)} runs; {machine()}"
     if options.plot:
         plot(results, shares, Path(options.plot))
-    if options.json:
-        print(json.dumps({"setting": setting, "runs": dict(zip(options.runs, results, strict=True))}))
-    else:
-        show(results, shares, setting)
+    show(results, shares, setting)
 
 
 def measured(run: Path, shares: list[float]) -> dict[str, dict[str, float]]:

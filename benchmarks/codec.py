@@ -1,7 +1,7 @@
 """The FP8 row-wise codec compared with other ways to send a row, and the choice of its scale.
 
-    python -m benchmarks.codec [--megabytes 64] [--repetitions 15] [--device cpu] [--json]
-    python -m benchmarks.codec --scales [--json]
+    python -m benchmarks.codec [--megabytes 64] [--repetitions 15] [--device cpu]
+    python -m benchmarks.codec --scales
 
 Speed: GB of FP32 rows per second, both ways, on one thread or one GPU; the rows are larger than the caches. "eager" is
 the row-wise cast in plain eager PyTorch (largest magnitude, divide, cast; and back), "plain" the codec's definition in
@@ -12,7 +12,6 @@ row-wise operations; the copy of the FP32 rows shows the device's bandwidth (byt
 """
 
 import ctypes
-import json
 import platform
 import statistics
 import time
@@ -40,8 +39,6 @@ class Options:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     scales: bool = False
     """Measure errors by choice of the scale, not speed."""
-    json: bool = False
-    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +218,7 @@ def _show_speed(rows: list[Row], options: Options) -> None:
 
 
 def _print(options: Options, results: object, show: Callable[[], None]) -> None:
-    if options.json:
-        print(json.dumps({"setting": _setting(options), "results": results}))
-    else:
-        show()
+    show()
 
 
 def _setting(options: Options) -> str:

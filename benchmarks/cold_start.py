@@ -1,6 +1,6 @@
 """Items without history: how often an item that was never trained is retrieved when a user takes it next.
 
-    python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16] [--json]
+    python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16]
     python -m benchmarks.cold_start --dataset demo-features --models auto --dropouts 0,0.1,0.3
 
 10 % of MovieLens-100k's items (the cold ones) are taken out of every sequence. A model is trained on the rest with
@@ -63,8 +63,6 @@ class Options:
     """Most requests, a sample of the actions on cold items."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
     """Folder with ml-100k.zip."""
-    json: bool = False
-    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,6 @@ def main(options: Options) -> None:
             for method, rate in of_seed.items():
                 found.setdefault(method, []).append(rate)
     setting = f"{options.dataset}, {options.seeds} seeds, {options.epochs} epochs; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "hr@50": found, "known": known}))
-        return
     heads = ("method", "HR@50 of cold targets", "/ chance", "test HR@10, HR@50, MRR of known items")
     table = Table(*heads, title=setting)
     chance = statistics.mean(found["chance"])

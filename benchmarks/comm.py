@@ -1,6 +1,6 @@
 """The FP8 wire on a throttled link: one model on two ranks, with embeddings sent as FP32, FP16 and FP8.
 
-    python -m benchmarks.comm [--links 200mbit,1gbit,10gbit] [--arms fp32,fp16,fp8] [--quick] [--json]
+    python -m benchmarks.comm [--links 200mbit,1gbit,10gbit] [--arms fp32,fp16,fp8] [--quick]
 
 Each rank has one thread and a network namespace of its own; a veth pair with a token bucket (tc tbf) at both ends
 joins them. That takes root and iproute2; without them the ranks use the loopback, unthrottled. The model is small, with
@@ -85,8 +85,6 @@ class Options:
     """Runs of each arm on a link, the arms in turn; the speed is their median."""
     quick: bool = False
     """One run of 20 steps an arm."""
-    json: bool = False
-    """Print JSON."""
 
     def __post_init__(self) -> None:
         if strange := set(self.arms.split(",")) - set(ARMS):
@@ -100,16 +98,12 @@ def main(options: Options) -> None:
     # So that a killed run leaves no namespace behind either.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name, _wire() as wire:
         _write_dataset(Path(name, "data"))
         for link in options.links.split(",") if wire.throttled else ["loopback"]:
             wire.throttle(link)
-            results[link] = _measure(Path(name), link, options.arms.split(","), steps, repeats, wire)
-            if not options.json:
-                _show(link, results[link])
-    setting = _setting(steps, repeats)
-    print(json.dumps({"setting": setting, "results": results}) if options.json else setting)
+            _show(link, _measure(Path(name), link, options.arms.split(","), steps, repeats, wire))
+    print(_setting(steps, repeats))
 
 
 class Wire:

@@ -1,6 +1,6 @@
 """From a trained model to answers: a delta of an export compared with the whole export, in bytes and in time.
 
-    python -m benchmarks.deltas [--items 100000] [--changed 100,1000,10000] [--json]
+    python -m benchmarks.deltas [--items 100000] [--changed 100,1000,10000]
 
 The model is MoL of 8 x 8 components of width 32 over vectors of width 64, with an h-indexer, at random weights. Of a
 second one, some rows of the item table are others, and where the towers are new, all weights of the towers. `export` is
@@ -10,7 +10,6 @@ same for the whole export; a server looks every second. Times are CPU seconds of
 of the whole export is checked, bit for bit.
 """
 
-import json
 import resource
 import shutil
 import tempfile
@@ -55,8 +54,6 @@ class Options:
     changed: str = "100,1000,10000"
     """Rows of the item table that differ."""
     seed: int = 0
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -69,9 +66,6 @@ def main(options: Options) -> None:
                     rows.append(_measured(folder, options, changed, new_towers, cached))
                     shutil.rmtree(folder)
     setting = f"{options.items:,} items; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "rows": rows}))
-        return
     table = Table(title=setting)
     for name in rows[0]:
         table.add_column(name, justify="right")

@@ -1,6 +1,6 @@
 """Time per FLOP of one block of each sequence model, forward and backward, on one thread.
 
-    python -m benchmarks.encoders [--json]
+    python -m benchmarks.encoders
 
 The shape is that of a batch of MovieLens-1M: 32 sequences of 20 to 200 positions. FLOPs are those of the matrix
 products that the definition needs, two for each multiply-add: a linear layer takes every position, attention each
@@ -8,7 +8,6 @@ position with itself and those before it; backward takes twice as many. What a f
 products with what lies ahead of a position or behind a sequence, adds to its time alone.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,8 +40,6 @@ class Options:
     dim: int = 64
     sequences: int = 32
     repetitions: int = 50
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -58,9 +55,6 @@ def main(options: Options) -> None:
             if name != "SASRec":
                 methods[f"{arm}, plain torch"], flops[f"{arm}, plain torch"] = partial(plainly, step), count
     times = milliseconds(methods, options.repetitions)
-    if options.json:
-        print(json.dumps({"machine": machine(), "flops": flops, "milliseconds": times}))
-        return
     positions = int(packing.offset_B[-1])
     table = Table("block", "MFLOP", "ms", "ps per FLOP", title=f"{positions} positions, D = {options.dim}, 2 heads")
     for name, of in times.items():

@@ -1,6 +1,6 @@
 """FLOPs per (x, u) of each similarity at the settings of the paper's appendix A, beside those of its table.
 
-    python -m benchmarks.flops [--json]
+    python -m benchmarks.flops
 
 Counted from the layers' matrix products, a multiply-add is one, and K is 1024, which makes the table's row
 for MLP exact. Three parts: what is computed once for a query, once for an item (which serving caches), and for each
@@ -8,11 +8,9 @@ pair. The table's column to compare with counts item and pair; for MLP, whose fi
 the query.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
@@ -61,12 +59,6 @@ PAPER = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    json: bool = False
-    """Print JSON."""
-
-
 def flops(dim: int, config: SimilarityConfig) -> Flops:
     """Of one query, one item and one pair, which are computed."""
     similarity = build_similarity(dim, config)
@@ -83,14 +75,11 @@ def flops(dim: int, config: SimilarityConfig) -> Flops:
     return Flops(query_flops // 2, item_flops // 2, pair_flops // 2)
 
 
-def main(options: Options) -> None:
+def main() -> None:
     counted = {
         name: {method: flops(of.dim, config) for method, (config, _) in of.methods.items()}
         for name, of in PAPER.items()
     }
-    if options.json:
-        print(json.dumps({name: {method: asdict(of) for method, of in row.items()} for name, row in counted.items()}))
-        return
     table = Table("dataset", "d", "method", "query", "item", "pair", "item + pair", "paper", title="K multiply-adds")
     for name, of in PAPER.items():
         for method, (_, paper) in of.methods.items():
@@ -103,4 +92,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -1,7 +1,7 @@
 """Stage 1 over a corpus: `hindexer_topk` compared with other ways to find the K items with the largest dot products.
 
     python -m benchmarks.hindexer [--items 10000000] [--width 64] [--k 100000] [--batches 1,8] [--threads 1]
-        [--faiss] [--alone] [--json]
+        [--faiss] [--alone]
 
 Random unit vectors. The peers: FP32 products of all items and torch.topk; the same in BF16; numpy's argpartition of the
 FP32 products; Algorithm 2 as the paper prints it, in plain torch on an INT8 corpus (a threshold from a sample, all
@@ -11,7 +11,6 @@ is found. The floor is the time to read the INT8 corpus once, by summing it as 6
 call, without the corpus.
 """
 
-import json
 import math
 import os
 import statistics
@@ -51,8 +50,6 @@ class Options:
     """Compare with faiss too: flat, SQ8, IVF and, up to 200,000 items, HNSW indexes. It must be installed."""
     alone: bool = False
     """No peers, and the items in INT8 alone: 100,000,000 of them take 6.4 GB."""
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -80,9 +77,6 @@ def main(options: Options) -> None:
         query_BH = torch.nn.functional.normalize(torch.randn(B, H, generator=random), dim=1)
         rows += _compared(query_BH, item_XH, corpus, allowed, peers, options)
     setting = f"{options.items:,} x {options.width}, k' = {options.k:,}, {options.threads} threads; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "rows": rows}))
-        return
     table = Table("queries", "method", "ms", "/ hindexer_topk", "items", "recall", "MB", title=setting)
     for row in rows:
         shown = (f"{row['ms']:.1f}", f"{row['ratio']:.1f}", row["found"], row["recall"], row["mb"])

@@ -1,6 +1,6 @@
 """Many tables and features: what they add to a step, and to the wire by table, compared with ids alone.
 
-    python -m benchmarks.many_tables [--steps 60] [--rows 500000] [--json]
+    python -m benchmarks.many_tables [--steps 60] [--rows 500000]
 
 Generates a dataset of 20 tables, from `--rows` rows down to 3, and 30 features of items, users and events: 22 ids and
 bags of ids, some of which share a table, 6 numbers and 2 vectors. A mixture of logits is trained on two processes with
@@ -9,7 +9,6 @@ first table shows the seconds of a step by part, the second the bytes a step by 
 relative difference between the losses of two processes and of one.
 """
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -67,8 +66,6 @@ class Options:
     """Steps of a run; the first 10 are warm-up."""
     rows: int = 500_000
     """Rows of the largest table, that of the items."""
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -84,10 +81,7 @@ def main(options: Options) -> None:
         "loss_difference": max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in zip(*exact, strict=True)),
     }
     setting = f"2 processes x 1 thread, {options.steps} steps, {options.rows:,} rows at most; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, **result}))
-    else:
-        _show(result, setting)
+    _show(result, setting)
 
 
 def schema_of(largest: int) -> Schema:

@@ -1,6 +1,6 @@
 """Peak memory of each rank in train, evaluate, checkpoint and export, on a generated dataset.
 
-    python -m benchmarks.memory [--items 8000000] [--feature-rows 0] [--processes 2] [--folder DIR] [--json]
+    python -m benchmarks.memory [--items 8000000] [--feature-rows 0] [--processes 2] [--folder DIR]
 
 The measure is anonymous memory (RssAnon and RssShmem of /proc/PID/status, sampled every 2 ms): what a process has
 allocated. Pages of mapped files, such as the libraries' code and an export's items, are not counted, because the system
@@ -52,7 +52,6 @@ class Options:
     folder: str = ""
     """Folder where the dataset, the run and the export are made, and removed; by default the system's folder for
     temporary files. 8 million items take 20 GB."""
-    json: bool = False
 
 
 def main(options: Options) -> None:
@@ -62,9 +61,6 @@ def main(options: Options) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     limit = 0.65 * (options.items + options.feature_rows) * (DIM + 1) * 4 + 2e9
-    if options.json:
-        print(json.dumps({"limit": limit, "rows": rows}))
-        return
     counts = f"{options.items:,} items, {options.feature_rows:,} rows of a feature"
     title = f"GB at most, of {limit / 1e9:.2f} allowed; {counts}, {machine()}"
     table = Table("command", "phase", *(f"rank {rank}" for rank in range(options.processes)), "s", title=title)

@@ -1,6 +1,6 @@
 """Stage 2 of retrieval, MoL's scores of queries with candidates of their own: the compiled pass beside plain torch.
 
-    python -m benchmarks.mol_scoring [--items 1000000] [--queries 8] [--candidates 100000] [--threads 1] [--json]
+    python -m benchmarks.mol_scoring [--items 1000000] [--queries 8] [--candidates 100000] [--threads 1]
 
 MoL 8x8x32 with random weights; each query has other candidates, in ascending order. The peer is `MoL.all_pairs` in
 plain torch, query after query, on gathered rows, in chunks, in FP32 and under BF16 autocast. Each is called in turn,
@@ -9,7 +9,6 @@ call beside the items' cache. The error is that of the scores to plain torch's i
 the candidates; recall is the share of plain torch's best 100 candidates that are among the best 100.
 """
 
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -38,8 +37,6 @@ class Options:
     candidates: int = 100_000
     threads: int = 1
     repetitions: int = 5
-    json: bool = False
-    """Print JSON."""
 
 
 @torch.no_grad()
@@ -70,9 +67,6 @@ def main(options: Options) -> None:
         row |= {"error": float((found - expected).std() / expected.std()), "recall": float(best.any(1).float().mean())}
         rows.append({"method": name, **row})
     setting = f"{options.queries} x {K:,} of {options.items:,} items, {options.threads} threads; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "rows": rows}))
-        return
     table = Table("method", "ms", f"{REFERENCE} / method", "MB", "error", "recall@100", title=setting)
     for shown in rows:
         cells = (f"{shown[name]:{form}}" for name, form in FORMS.items())

@@ -1,6 +1,6 @@
 """What checkpoints cost a training run: none, with training waiting for them, and in the background.
 
-    python -m benchmarks.saving [--items 2000000] [--saves 4] [--steps 100] [--repetitions 3] [--folder DIR] [--json]
+    python -m benchmarks.saving [--items 2000000] [--saves 4] [--steps 100] [--repetitions 3] [--folder DIR]
 
 One rank trains demo-mol's model on a generated dataset, with Adam, and saves every --steps steps. `pause` is the
 longest time from one step to the next, `cost` the time from the first step to the last, beyond that of the run without
@@ -40,7 +40,6 @@ class Options:
     repetitions: int = 3
     folder: str = ""
     """Folder for the dataset and the runs, which are removed; by default the system's folder for temporary files."""
-    json: bool = False
 
 
 def main(options: Options) -> None:
@@ -59,9 +58,6 @@ def main(options: Options) -> None:
         | {"cost": [(run["total"] - without) / options.saves for run in runs]}
         for arm, runs in found.items()
     ]  # fmt: skip
-    if options.json:
-        print(json.dumps({"machine": machine(), "bytes": found["waiting"][0]["bytes"], "rows": rows}))
-        return
     size = found["waiting"][0]["bytes"] / 1e9
     title = f"{options.saves} checkpoints of {size:.2f} GB, one every {options.steps} steps; {machine()}"
     table = Table("saves", "step, ms", "pause, ms", "cost of a save, s", "memory, GB", title=title)

@@ -1,14 +1,13 @@
 """The time of both stages over a large corpus: the h-indexer's k' items, MoL's scores of these and the best k, compared
 with a dot product and top-k over the same corpus.
 
-    python -m benchmarks.two_stage [--sizes 100000,1000000,10000000] [--queries 8] [--threads 1] [--plot FILE] [--json]
+    python -m benchmarks.two_stage [--sizes 100000,1000000,10000000] [--queries 8] [--threads 1] [--plot FILE]
 
 Queries have been encoded. The items' MoL sides, in BF16, are those of a million random items, repeated; the vectors of
 the h-indexer and of the dot product, both of width 64, are as many random unit vectors as there are items. All are
 called in turn, `--repetitions` times, after a first call that does not count.
 """
 
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -45,8 +44,6 @@ class Options:
     repetitions: int = 20
     plot: str = ""
     """A picture of the throughput."""
-    json: bool = False
-    """Print JSON."""
 
 
 @torch.no_grad()
@@ -60,9 +57,6 @@ def main(options: Options) -> None:
     setting = f"{options.queries} queries at once, k = {options.k}, {options.threads} threads; {machine()}"
     if options.plot:
         plot(rows, options.queries, Path(options.plot))
-    if options.json:
-        print(json.dumps({"setting": setting, "rows": rows}))
-        return
     table = Table("items", "k'", "method", "p50 ms", "p99 ms", "/ both stages", "queries / s", "MB", title=setting)
     for row in rows:
         times = (f"{row['p50']:.1f}", f"{row['p99']:.1f}", f"{row['ratio']:.2f}", f"{row['throughput']:.1f}")

@@ -1,6 +1,6 @@
 """A warm start compared with training anew, on a dataset that has grown.
 
-    python -m benchmarks.warm_start [--epochs 12] [--warm-epochs 4] [--recipe ml-1m-dot] [--json]
+    python -m benchmarks.warm_start [--epochs 12] [--warm-epochs 4] [--recipe ml-1m-dot]
 
 The first 90 % of MovieLens-1M's actions by time are one dataset, all of them another. A run on the first gives its
 weights to a run on the second, which is compared with a run on the second from random weights. Each is tested on its
@@ -37,8 +37,6 @@ class Options:
     batch_size: int = 32
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
     """Folder with ml-1m.zip."""
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -51,9 +49,6 @@ def main(options: Options) -> None:
         words = ["--warm-start", before]
         results["all, warm start"] = _train(folder / "after", warm, options.warm_epochs, options, words)
     setting = f"{options.recipe}, batches of {options.batch_size}, {counts}; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "runs": results}))
-        return
     table = Table("run", "epochs", "seconds", *METRICS, "validation HR@10 by epoch", title=setting)
     for method, result in results.items():
         curve = " ".join(f"{value:.3f}" for value in result["curve"])
