@@ -4,9 +4,16 @@ truncates it lets the next access to what is gone end the process (SIGBUS)."""
 import hashlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logitmix.common.files import in_turn
+from logitmix.modules.stage1 import Int8Corpus
 
 
 class WrittenInPlace(OSError):
@@ -42,6 +49,25 @@ class MappedFiles:
                     "place of the directory, by renaming it"
                 )
         self._seen[path] = stamp
+
+
+def shared_corpus(file: Path, parts: Sequence[tuple[Tensor, int]], scale: float) -> Int8Corpus:
+    """`Int8Corpus.joined` in a file that all processes map, which the first one makes in place of those of other
+    exports. Where there is no room for it, each has its own."""
+    with in_turn(file.parent):
+        if not file.exists():
+            made, part = Int8Corpus.joined(parts, scale), file.with_suffix(".part")
+            try:
+                with part.open("wb") as content:
+                    np.save(content, made.blocks.numpy())
+                for other in file.parent.glob("*.npy"):
+                    other.unlink()
+                part.rename(file)
+            except OSError:
+                part.unlink(missing_ok=True)
+                return made
+        blocks = np.load(file, mmap_mode="c")
+    return Int8Corpus(torch.from_numpy(np.asarray(blocks)), scale, sum(count for _, count in parts))
 
 
 def _stamp(file: int) -> tuple[int, int]:

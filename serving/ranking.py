@@ -7,7 +7,8 @@ Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k')
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from logitmix.modules.towers import Sides, Tower
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items, shard_of
+from logitmix.serving.mapped import shared_corpus
 from logitmix.serving.model import CORPUS, scales_of
 from logitmix.serving.request import Options
 from logitmix.serving.topk import NOTHING, least_key, merge, rank_keys, split_keys
@@ -44,8 +46,16 @@ class Task:
 class Ranker:
     """The items of an export, divided among the processes of a group, and each part among devices."""
 
-    def __init__(self, contents: Contents, tower: Tower, devices: Sequence[torch.device], group: Group) -> None:
-        """`tower` is on the first device."""
+    def __init__(
+        self,
+        contents: Contents,
+        tower: Tower,
+        devices: Sequence[torch.device],
+        group: Group,
+        shared: Path | None = None,
+    ) -> None:
+        """`tower` is on the first device. `shared` as of the Retriever."""
+        self._shared = shared / f"{contents.digest}.npy" if shared else None
         self.group, self._tower, shards = group, tower, contents.shards
         self._num_items = contents.about.num_items
         numbers = range(len(shards))
@@ -117,7 +127,8 @@ class Ranker:
         for part in self.parts:
             if part:
                 blocks = [(self._shards[number][CORPUS], len(self.items.shards[number])) for number in part]
-                corpora.append((self.items.of_shards(part).start, Int8Corpus.joined(blocks, scale)))
+                join = partial(shared_corpus, self._shared) if self._shared and len(blocks) > 1 else Int8Corpus.joined
+                corpora.append((self.items.of_shards(part).start, join(blocks, scale)))
         return corpora
 
     def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:

@@ -58,10 +58,15 @@ class Retriever:
     """Answers with the trained model's top-k, from a serving directory."""
 
     def __init__(
-        self, contents: Contents, on: Sequence[str | torch.device] = ("cpu",), group: Group | None = None
+        self,
+        contents: Contents,
+        on: Sequence[str | torch.device] = ("cpu",),
+        group: Group | None = None,
+        shared: Path | None = None,
     ) -> None:
         """The shards of items are divided among the processes of the group, and each part among the devices that it
-        names in `on`. The first device also encodes the queries."""
+        names in `on`. The first device also encodes the queries. `shared`: a folder of processes that all have all
+        items on the CPU, for a file with what they would hold a copy of otherwise."""
         self._about = about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
@@ -71,7 +76,7 @@ class Retriever:
         weights = {name: of.to(devices[0]) for name, of in contents.weights.items()}
         self.tower = trained_tower(about.model, about.schema, weights)
         self._reader = RequestReader(contents)
-        self._ranker = Ranker(contents, self.tower, devices, group or Group())
+        self._ranker = Ranker(contents, self.tower, devices, group or Group(), shared)
         self.features = FeatureReader(about.schema, contents.vocabularies)
         tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
         self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)

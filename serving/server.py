@@ -137,7 +137,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
         saying = partial(_say_of, worker.number) if worker else say
-        export = LiveExport(directory, saying, of_ranks, deltas)
+        export = LiveExport(directory, saying, of_ranks, deltas, worker.folder if worker else None)
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
         other = LiveExport(shadow, partial(_say_of_shadow, saying)) if shadow else None
         server = make_server(export, replace(settings, allowed=allowed), worker, other)

@@ -81,7 +81,7 @@ class Worker:
     number: int
     control: socket.socket
     folder: Path
-    """Where the workers leave their metrics."""
+    """Where the workers leave their metrics, and what they share in memory."""
 
     @classmethod
     def of_environment(cls) -> "Worker | None":

@@ -34,7 +34,7 @@ from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.serving import items as items_module
-from logitmix.serving import ranking, request_file
+from logitmix.serving import mapped, ranking, request_file
 from logitmix.serving.directory.reader import read
 from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.request import Options, Request
@@ -459,6 +459,30 @@ def test_bits_are_those_of_the_items_that_may_be_found(data: st.DataObject) -> N
     may = [(only is None or item in only) and item not in without for item in range(start, start + count)]
     found = ranking._bits(only, without, start, count)
     assert np.array_equal(found, np.packbits(may, bitorder="little"))
+
+
+def test_processes_share_a_joined_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    path, folder = export_small(small_model("mol", X), tmp_path / "served"), tmp_path / "shared"
+    folder.mkdir()
+    (folder / "of another export.npy").touch()
+    alone, *sharing = Retriever.load(path), *(Retriever(read(path), shared=folder) for _ in range(2))
+    histories = random_histories(X, LENGTHS[:8])
+    expected, *found = (of.retrieve(histories, 10, stage1=40) for of in (alone, *sharing))
+    for of in found:
+        assert torch.equal(of.items, expected.items) and torch.equal(of.scores, expected.scores)
+    (file,) = folder.iterdir()
+    assert Path("/proc/self/maps").read_text().count(str(file)) == len(sharing)
+    # Where there is no room.
+    file.unlink()
+    with monkeypatch.context() as full:
+        full.setattr(mapped.np, "save", fails)
+        last = Retriever(read(path), shared=folder).retrieve(histories, 10, stage1=40)
+    assert torch.equal(last.items, expected.items) and not [*folder.iterdir()]
+
+
+def fails(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("item_cache", [True, False])

@@ -220,6 +220,22 @@ def test_a_worker_that_ends_answers_what_is_in_flight(folder: Path, tmp_path: Pa
                 assert read_all(of).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_worker_that_ends_waits_for_what_it_was_given(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "LAST_GIVEN_SECONDS", 0.0)
+    body = b'{"history": ["id 7"], "k": 3}'
+    with worker_of(0, folder, tmp_path) as (control, server):
+        server.should_exit = True
+        assert control.recv(100) == b"leaving\n"
+        # It would have ended by now, but for the end of what it is given.
+        time.sleep(0.5)
+        with given(control) as last:
+            last.sendall(head(len(body)) + body)
+            control.shutdown(socket.SHUT_WR)
+            assert read_all(last).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
