@@ -132,12 +132,6 @@ def test_a_rank_without_positions_gives_zero_gradients(
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    encoder = make(dim=4, blocks=1, max_length=3)
-    item_TD = rows(5, dim=4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: encoder(x, packing([3, 0, 2]), NOISE), item_TD)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
 def test_a_sequence_that_is_too_long_is_refused(dtype: torch.dtype) -> None:
     position_L, packed = torch.zeros(6, dtype=dtype), torch.zeros(7, 3, 2, 4, dtype=dtype)

@@ -124,12 +124,6 @@ def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int], noise
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    encoder = make(dim=4, blocks=1, max_length=3)
-    item_TD = rows(5, dim=4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: encoder(x, packing([3, 0, 2]), NOISE), item_TD)
-
-
 def test_packing_says_where_each_position_lies() -> None:
     packed = packing([2, 0, 3, 1], first_row=10)
     assert packed.bounds == [0, 2, 2, 5, 6]
