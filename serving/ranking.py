@@ -41,6 +41,8 @@ class Task:
     excluded: list[list[int]]
     """Of each request, items that may not be found."""
     options: Options
+    only: np.ndarray | None = None
+    """bool [X]: the items that all requests may find; None: all."""
 
 
 class Ranker:
@@ -112,9 +114,11 @@ class Ranker:
             if two_stages:
                 assert of_rows.hindexer is not None
                 allowed = [task.allowed[row] for row in rows]
-                best_BK[rows] = self._best_of(of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without), k)
+                best_BK[rows] = self._best_of(
+                    of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without, task.only), k
+                )
             else:
-                best_BK[rows] = self._best_of_all(of_rows, without, k)
+                best_BK[rows] = self._best_of_all(of_rows, without, k, task.only)
         if self.group.size == 1:
             return best_BK
         return self.group.gather(best_BK, k).topk(k).values
@@ -140,12 +144,17 @@ class Ranker:
         return merge(torch.full((len(keys_BK), k), NOTHING, device=keys_BK.device), keys_BK, k)
 
     def _stage_1(
-        self, query_BH: Tensor, kept: int, allowed: list[list[int] | None], without: list[list[int]]
+        self,
+        query_BH: Tensor,
+        kept: int,
+        allowed: list[list[int] | None],
+        without: list[list[int]],
+        only: np.ndarray | None,
     ) -> Tensor:
         """Indices [B, <= kept] of those of the h-indexer's best items that are this process's, as Items.scores takes
         them. `allowed` and `without` have the only items that each query may find, and those that it may not."""
         device, keys = self.items.device, []
-        for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without), strict=True):
+        for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without, only), strict=True):
             found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
             if len(self.corpora) == self.group.size == 1:
                 return found.items_BK
@@ -158,30 +167,38 @@ class Ranker:
         every_BN = self.group.gather(own_BN, min(kept, self._largest_part))
         return split_keys(_at_least(least_key(every_BN, kept), own_BN))[0]
 
-    def _best_of_all(self, query: Sides, without: list[list[int]], k: int) -> Tensor:
+    def _best_of_all(self, query: Sides, without: list[list[int]], k: int, only: np.ndarray | None) -> Tensor:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
         device, similarity = self.items.device, self._tower.similarity
         row_T = torch.tensor([row for row, items in enumerate(without) for _ in items], dtype=torch.int64).to(device)
         # UNKNOWN is no item's index, so it excludes nothing.
         item_T = torch.tensor([item for items in without for item in items], dtype=torch.int64).to(device)
         best_BK = torch.full((len(without), k), NOTHING, device=device)
+        only_X = None if only is None else torch.from_numpy(only).to(device)
         chunk = max(1, NUMBERS[device.type] // (len(without) * similarity.pair_numbers))
         for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
             keys_BN, place_T = rank_keys(score_BN, index_N), item_T - int(index_N[0])
             inside_T = (place_T >= 0) & (place_T < len(index_N))
             keys_BN[row_T[inside_T], place_T[inside_T]] = NOTHING
+            if only_X is not None:
+                keys_BN.masked_fill_(~only_X[index_N], NOTHING)
             best_BK = merge(best_BK, keys_BN, k)
         return best_BK
 
-    def _may_find(self, allowed: list[list[int] | None], without: list[list[int]]) -> list[Tensor | None]:
+    def _may_find(
+        self, allowed: list[list[int] | None], without: list[list[int]], only: np.ndarray | None
+    ) -> list[Tensor | None]:
         """For each device, bits of the items that each query may find, as `hindexer_topk` takes them; None if all may
         find all."""
-        if not any(without) and all(of is None for of in allowed):
+        if only is None and not any(without) and all(of is None for of in allowed):
             return [None] * len(self.corpora)
         rows: list[list[np.ndarray]] = [[] for _ in self.corpora]
-        for only, out in zip(allowed, without, strict=True):
+        for some, out in zip(allowed, without, strict=True):
             for of_part, (start, corpus) in zip(rows, self.corpora, strict=True):
-                of_part.append(_bits(only, out, start, corpus.num_items))
+                bits = _bits(some, out, start, corpus.num_items)
+                if only is not None:
+                    bits &= np.packbits(only[start : start + corpus.num_items], bitorder="little")
+                of_part.append(bits)
         return [
             torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
             for of_part, (_, corpus) in zip(rows, self.corpora, strict=True)

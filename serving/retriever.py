@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -233,12 +234,15 @@ class Retriever:
         return named(self._encoder.queries(self._all_asked(requests, Options(unknown=unknown).unknown)))
 
     @torch.inference_mode()
-    def best(self, read: Histories, excluded: list[list[int]], options: Options) -> Retrieved:
-        """`retrieve` for histories that are read already. `excluded` has the items that each may not find; `options`
-        do not say so here. ValueError that names the history, from 0, for one that is not finite."""
+    def best(
+        self, read: Histories, excluded: list[list[int]], options: Options, only: np.ndarray | None = None
+    ) -> Retrieved:
+        """`retrieve` for histories that are read already. `excluded` has the items that each may not find, whatever the
+        options say; all may find those of `only` alone (bool [X]). ValueError that names the history, from 0, for one
+        that is not finite."""
         query = self._encoder.sides(read)
         require_finite(query, [f"history {place}" for place in range(len(excluded))])
-        task = Task(self.digest, query, [None] * len(excluded), excluded, options)
+        task = Task(self.digest, query, [None] * len(excluded), excluded, options, only)
         return Retrieved(*split_keys(self._ranker.rank(lambda: task).cpu()))
 
     @torch.inference_mode()

@@ -147,6 +147,8 @@ def recommend(
     k: int = 100,
     users: str | Path = "",
     similar_items: bool = False,
+    items: str | Path = "",
+    where: str = "",
     exclude_history: bool | None = None,
     stage1: int | None = None,
     threads: int = 1,
@@ -154,7 +156,7 @@ def recommend(
     """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
     arguments are those of the command line."""
     options = Options(k, exclude_history=exclude_history, stage1=stage1)
-    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items)
+    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items, str(items), where)
     export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(export, asked, ranks, threads)

@@ -28,6 +28,11 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     similar_items: bool = False
     """Instead of users, every item: the top items after a history of this item alone. The first column is
     similar_to."""
+    items: str = ""
+    """Table of the items that may be recommended (CSV, JSON lines or Parquet), such as what is in stock; all when left
+    empty."""
+    where: str = ""
+    """A condition on its columns: "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
@@ -43,7 +48,15 @@ def run(words: list[str]) -> None:
 
     exclude = None if arguments.exclude_history == "auto" else arguments.exclude_history == "yes"
     options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1)
-    asked = Asked(Path(arguments.out), arguments.data_path, options, arguments.users, arguments.similar_items)
+    asked = Asked(
+        Path(arguments.out),
+        arguments.data_path,
+        options,
+        arguments.users,
+        arguments.similar_items,
+        arguments.items,
+        arguments.where,
+    )
     export, asked = served(arguments.place, asked)
     if str(export) != arguments.place:
         # The ranks take what was made of the run.

@@ -38,8 +38,10 @@ from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import ABSENT, Texts
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.expression import matches
 from logitmix.trainer.data.lookups import columns_of, values_of
 from logitmix.trainer.export.export import export
+from logitmix.trainer.export.update import read_items
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.folder import read_config
 
@@ -68,6 +70,10 @@ class Asked:
     """File with the raw id of a user in each line; all users without it."""
     similar_items: bool = False
     """For each item after it alone, instead of for users."""
+    items: str = ""
+    """Table of the items that may be recommended; all without it."""
+    where: str = ""
+    """A condition on its columns (trainer/data/expression.py)."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
@@ -76,6 +82,9 @@ class Asked:
             )
         if self.users and self.similar_items:
             raise ValueError("--users has no place beside --similar-items, which asks for all items; leave it out")
+
+        if self.where and not self.items:
+            raise ValueError("--where is on the columns of a table of items: give it with --items FILE")
 
     @property
     def parts(self) -> Path:
@@ -108,10 +117,12 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     dataset = None if asked.similar_items else load_dataset(asked.data)
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
+    only = _only(asked, retriever, tell) if asked.items else None
     job = {
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
         "of": hashlib.sha256(chosen.tobytes()).hexdigest(),
+        "only": "" if only is None else hashlib.sha256(only.tobytes()).hexdigest(),
         "options": asdict(options),
     }
     blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
@@ -128,7 +139,8 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
             with counting(histories.of, sum(len(blocks[number]) for number in missing), ranks.rank == 0) as advance:
                 for number in missing[ranks.rank :: ranks.world_size]:
                     _write_part(
-                        asked.parts / _PART.format(number), _answers(retriever, histories, blocks[number], options)
+                        asked.parts / _PART.format(number),
+                        _answers(retriever, histories, blocks[number], options, only),
                     )
                     advance(len(blocks[number]) * ranks.world_size)
 
@@ -188,7 +200,32 @@ def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
     return np.array(found, np.int64)
 
 
-def _answers(retriever: Retriever, histories: "_OfUsers | _OfItems", block: Ints, options: Options) -> pa.Table:
+def _only(asked: Asked, retriever: Retriever, tell: Callable[[str], None]) -> NDArray[np.bool_]:
+    """Which items of the export [X] are in the table and fulfill the condition. ValueError if there are none."""
+    table = read_items(asked.items, "item", {})
+    ids = table.ids.to_pylist()
+    if line := table.contradictions(Path(asked.items).name):
+        tell(line)
+    place_N = np.array(retriever.raw_ids.places(ids), np.int64)
+    if len(absent := (place_N == ABSENT).nonzero()[0]):
+        of = f"{len(absent):,} of {len(ids):,} items in {asked.items} are not in the export"
+        tell(f"{of}, such as {ids[int(absent[0])]!r}")
+    held_N = matches(asked.where, table.columns, len(ids)) if asked.where else np.ones(len(ids), bool)
+    only = np.zeros(retriever.num_items, bool)
+    only[place_N[held_N & (place_N != ABSENT)]] = True
+    if not only.any():
+        raise ValueError(f"no item of the export is in {asked.items}" + (f" with {asked.where}" if asked.where else ""))
+    tell(f"{int(only.sum()):,} of {retriever.num_items:,} items may be recommended")
+    return only
+
+
+def _answers(
+    retriever: Retriever,
+    histories: "_OfUsers | _OfItems",
+    block: Ints,
+    options: Options,
+    only: NDArray[np.bool_] | None,
+) -> pa.Table:
     """The best items of some users, one row for each."""
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
@@ -196,7 +233,10 @@ def _answers(retriever: Retriever, histories: "_OfUsers | _OfItems", block: Ints
     order_B = block.argsort()
     for start in range(0, len(block), BATCH):
         for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
-            found, at = retriever.best(read, excluded, options), order_B[np.searchsorted(block, some, sorter=order_B)]
+            found, at = (
+                retriever.best(read, excluded, options, only),
+                order_B[np.searchsorted(block, some, sorter=order_B)],
+            )
             item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
     row_N, rank_N = (item_BK != UNKNOWN).nonzero()
     columns = block[row_N], rank_N + 1, item_BK[row_N, rank_N], score_BK[row_N, rank_N]

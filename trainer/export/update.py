@@ -56,7 +56,7 @@ def update_items(directory: Path, items: str, id_column: str = "item", said: Con
 def _update(directory: Path, items: str, id_column: str, said: Console | None) -> dict[str, int]:
     contents = reader.read(directory)
     retriever = Retriever(contents)
-    table = _read(items, id_column, joins_of(contents.about.schema.of("item")), said or Console(stderr=True))
+    table = read_items(items, id_column, joins_of(contents.about.schema.of("item")), said)
     if said and (line := table.contradictions(Path(items).name)):
         tell(said, line)
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
@@ -76,8 +76,9 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
 
 
-def _read(items: str, id_column: str, joins: Joins, console: Console) -> SideTable:
+def read_items(items: str, id_column: str, joins: Joins, said: Console | None = None) -> SideTable:
     """A table of items; ValueError if a row is malformed."""
+    console = said or Console(stderr=True)
     if not Path(items).exists():
         raise ValueError(f"no file or folder at {items}; give a table (CSV, JSON lines or Parquet) with --items")
     with (

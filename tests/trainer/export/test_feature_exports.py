@@ -288,15 +288,15 @@ def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatc
 
 def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> threading.Thread:
     """Has another command begin once an update has read the export, with time to end before the update goes on."""
-    read, thread = update_module._read, threading.Thread(target=other)
+    read, thread = update_module.read_items, threading.Thread(target=other)
 
     def reading(*given: Any) -> Any:
-        monkeypatch.setattr(update_module, "_read", read)
+        monkeypatch.setattr(update_module, "read_items", read)
         thread.start()
         thread.join(1)
         return read(*given)
 
-    monkeypatch.setattr(update_module, "_read", reading)
+    monkeypatch.setattr(update_module, "read_items", reading)
     return thread
 
 
@@ -425,6 +425,26 @@ def test_similar_items_are_the_answer_to_an_item_alone(served: Path, tmp_path: P
     require_rows(tmp_path / "similar.csv", list(retriever.raw_ids), retriever.recommend(requests, 4))
 
 
+@pytest.mark.parametrize("stage1", [None, 20], ids=["one stage", "two stages"])
+def test_only_items_of_a_table_are_recommended(
+    run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage1: int | None
+) -> None:
+    """Those that a request would allow; in two stages, k' of these are found."""
+    export(run, tmp_path / "served")
+    rows = [f"item-{item},{item % 3},{item / 2 if item % 5 else ''}" for item in range(0, ITEMS, 2)]
+    (tmp_path / "stock.csv").write_text("item,left,price\n" + "\n".join([*rows, "other,1,1"]) + "\n")
+    given: dict[str, Any] = {"items": tmp_path / "stock.csv", "where": "left = 1 and (price < 9 or price is null)"}
+    allowed = [f"item-{item}" for item in range(0, ITEMS, 2) if item % 3 == 1 and (item % 5 == 0 or item / 2 < 9)]
+    api.recommend(tmp_path / "served", tmp_path / "some.csv", run.parent / "data", 5, stage1=stage1, **given)
+    said = capsys.readouterr().err
+    assert f"{len(allowed)} of {ITEMS} items may be" in said and "are not in the export, such as 'other'" in said
+    requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
+    expected = Retriever.load(tmp_path / "served").recommend(requests, 5, stage1=stage1)
+    require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
+    with pytest.raises(ValueError, match=r"no item of the export is in .* with left = 7"):
+        api.recommend(tmp_path / "served", tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
+
+
 def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """From its parts, if nothing else differs; the bytes are the same."""
     monkeypatch.setattr(recommend_module, "BLOCK", 16)
@@ -470,6 +490,7 @@ def test_recommend_refuses_what_it_cannot_do(run: Path, tmp_path: Path) -> None:
         ("none of the 1 users in .* is in .*, such as 'nobody'", {"users": tmp_path / "users.txt"}),
         ("no file at missing; --users must name one", {"users": "missing"}),
         ("--users has no place beside --similar-items", {"users": "x", "similar_items": True}),
+        ("--where is on the columns of a table of items", {"where": "a = 1"}),
         ("k is 0; it must be at least 1", {"k": 0}),
     ):
         with pytest.raises(ValueError, match=said):
