@@ -241,7 +241,8 @@ def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype, corrected: bool
     assert mol_triton.covers(U, I, C, H, dtype, place_T.device)
     bounds = range(0, G * L + 1, L)
     log_q_V = empty(V) if corrected else None
-    mol_triton.mol_sampled_softmax(dtype, place_T, negatives_GN, bounds, dropout, log_q_V, *tensors).backward()
+    groups = place_T, negatives_GN, bounds, log_q_V, None
+    mol_triton.mol_sampled_softmax(dtype, groups, dropout, *tensors).backward()
 
 
 def dot_loss(H: int, length: int, corrected: bool) -> None:

@@ -109,7 +109,8 @@ class Batch:
     have a target; None: all. target_T: their targets [Q], the items that follow, as indices into id_V. negatives_GN:
     the negatives of each group, as indices into id_V. bounds: group g is bounds[g] to bounds[g + 1] of the Q.
     total_targets: Q summed over all ranks. log_q_V: for each unique item, the log of the probability that a negative is
-    that item, FP32; None if negatives are uniform.
+    that item, FP32; None if negatives are uniform. weight_Q: the weight of each target, FP32, by the mean weight of the
+    global batch's; None: 1.
     """
 
     ids: Mapping[str, Tensor | Bags]
@@ -124,6 +125,7 @@ class Batch:
     total_targets: int
     log_q_V: Tensor | None = None
     position_Q: Tensor | None = None
+    weight_Q: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         parts = {name: getattr(self, name) for name in self._tensors}
@@ -150,4 +152,4 @@ class Batch:
 
 
 _TENSORS = ("id_V", "features", "packing", "input_T", "target_T", "negatives_GN")
-_OPTIONAL = ("log_q_V", "position_Q")
+_OPTIONAL = ("log_q_V", "position_Q", "weight_Q")

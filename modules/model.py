@@ -40,7 +40,8 @@ class SampledLosses(nn.Module):
         self.tower, self.sum_over_ranks = tower, sum_over_ranks
 
     def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Losses of a batch, given the rows of each table's unique ids; each is a mean over the targets of all ranks.
+        """Losses of a batch, given the rows of each table's unique ids; each is a mean over the targets of all ranks,
+        by their weights.
 
         "loss" is the one to minimize: "similarity" plus the weighted "hindexer" and minus the weighted
         "mutual_information", if there are any.
@@ -51,7 +52,9 @@ class SampledLosses(nn.Module):
         losses["loss"] = losses["similarity"]
         if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):
             gates_TM = tower.similarity.target_gates(*sides, _examples(batch), batch.noise)
-            losses["mutual_information"] = mutual_information(gates_TM, batch.total_targets, self.sum_over_ranks)
+            losses["mutual_information"] = mutual_information(
+                gates_TM, batch.total_targets, self.sum_over_ranks, batch.weight_Q
+            )
             losses["loss"] = losses["loss"] - weight * losses["mutual_information"]
         if tower.hindexer is not None and of_hindexer is not None:
             losses["hindexer"] = self._loss(tower.hindexer, *of_hindexer, batch)
@@ -91,10 +94,12 @@ def losses_in_blocks(tower: Tower, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _examples(batch: Batch) -> Examples:
-    return Examples(batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V)
+    return Examples(batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V, batch.weight_Q)
 
 
-def mutual_information(gates_TM: Tensor, total: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+def mutual_information(
+    gates_TM: Tensor, total: int, sum_over_ranks: Callable[[Tensor], Tensor], weight_T: Tensor | None = None
+) -> Tensor:
     """This rank's share of the mutual information of pairs and components: the entropy of the mean gates of all
     `total` pairs, of which the rank has T, minus the mean entropy of each pair's gates (the regularization of MoL's
     gates in RAILS, arXiv:2407.15462, whose code takes the pairs of positions and targets). It is highest where every
@@ -102,14 +107,15 @@ def mutual_information(gates_TM: Tensor, total: int, sum_over_ranks: Callable[[T
 
     The ranks' shares, and their gradients, add up to those of all pairs on one rank.
     """
-    own_M = gates_TM.sum(0)
+    weight_T = gates_TM.new_ones(len(gates_TM)) if weight_T is None else weight_T
+    own_M = weight_T @ gates_TM
     mean_M = (own_M + (sum_over_ranks(own_M.detach()) - own_M.detach())) / total
     of_mean = -_log_sum(mean_M)
     # Each rank knows it whole and has its whole gradient, so only the value is shared out.
-    of_mean = of_mean - of_mean.detach() * (1 - len(gates_TM) / total)
-    return of_mean + _log_sum(gates_TM) / total
+    of_mean = of_mean - of_mean.detach() * (1 - weight_T.sum() / total)
+    return of_mean + _log_sum(gates_TM, weight_T[:, None]) / total
 
 
-def _log_sum(p: Tensor) -> Tensor:
+def _log_sum(p: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """Sum of p log p; dropout makes some p zero."""
-    return (p * (p + 1e-6).log()).sum()
+    return (weight * (p * (p + 1e-6).log())).sum()

@@ -41,6 +41,9 @@ class DataConfig:
     targets: tuple[str, ...] = ()
     """Which actions are predicted: conditions on features of the actions, such as "event = purchase", that hold for all
     of them. Only these are trained on, held out and ranked; all actions are history. Without conditions, all are."""
+    weight: str = ""
+    """A feature of the actions, numbers of 0 or more such as dwell times or prices, that multiplies the loss of a
+    target. The loss is the mean by these weights, so their unit does not matter. Without it, all count alike."""
     validation: bool = True
     """Hold out actions for validation, too. Otherwise a run trains on them, and its last checkpoint counts as the
     best."""

@@ -18,6 +18,7 @@ from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.targets import target_weights
 from logitmix.trainer.evaluation.evaluate import Evaluation, held_out
 from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.logs.logger import Logger
@@ -324,6 +325,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen 
         group_positions=config.model.loss.group_positions,
         in_batch=config.model.loss.in_batch,
         held_out=held,
+        weights=target_weights(dataset, config.data.weight, held.places),
         first_U=seen.users_with_new(held) if seen else None,
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,

@@ -11,9 +11,9 @@ from logitmix.modules.config import LOSSES, LossConfig
 
 
 def hinge(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: "HingeConfig") -> Tensor:
-    """Sum over positions of the mean over the negatives; those that are the target itself do not count."""
+    """Of each position, the mean over the negatives; those that are the target itself do not count."""
     over_TN = (config.margin + negative_TN - positive_T[:, None]).clamp(min=0).masked_fill(hit_TN, 0)
-    return (over_TN.sum(1) / (~hit_TN).sum(1).clamp(min=1)).sum()
+    return over_TN.sum(1) / (~hit_TN).sum(1).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..noise import Noise
 
 Side = tuple[Tensor, ...]
 Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Loss from positive_T, negative_TN and hit_TN (true where a negative is the target), summed over T."""
+"""Loss of each position [T] from positive_T, negative_TN and hit_TN, true where a negative is the target."""
 
 
 class Pairs(Protocol):
@@ -41,7 +41,7 @@ class Examples:
     bounds[g] to bounds[g + 1] have the negatives negatives_GN[g], also indices of unique items. log_q_V: for each
     unique item, the log of the probability that a negative is that item; it is subtracted from the scores of targets
     and negatives, so that the softmax has the same optimum however negatives are drawn. Uniform negatives need no
-    correction: None.
+    correction: None. weight_T: what the loss of each position is multiplied by, FP32; None: 1.
     """
 
     row_T: Tensor
@@ -49,6 +49,7 @@ class Examples:
     bounds: Sequence[int]
     negatives_GN: Tensor
     log_q_V: Tensor | None = None
+    weight_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class GateDropout:
     row_T: Tensor
 
 
+Groups = tuple[Tensor, Tensor, Sequence[int], Tensor | None, Tensor | None]
+"""Of Examples: target_T, negatives_GN, bounds, log_q_V, weight_T."""
+
+
 def blockwise_loss(
     reduce: Reduce,
     similarity: Pairs,
@@ -69,8 +74,8 @@ def blockwise_loss(
     noise: Noise | None,
     pair_dropout: float,
 ) -> Tensor:
-    """Sum of `reduce` over the T positions, FP32 scalar. `noise` applies dropout at the rate `pair_dropout` to what the
-    similarity computes for each pair."""
+    """Sum of `reduce` over the T positions, each by its weight, FP32 scalar. `noise` applies dropout at the rate
+    `pair_dropout` to what the similarity computes for each pair."""
     N = examples.negatives_GN.shape[1]
 
     def block_loss(block: _Block, query: Side, positive: Side, negative: Side) -> Tensor:
@@ -100,7 +105,10 @@ def blockwise_loss(
         if examples.log_q_V is not None:
             positive_T = positive_T - examples.log_q_V[target_T]
             negative_TN = negative_TN - examples.log_q_V[block.negatives]
-        return reduce(positive_T, negative_TN, target_T[:, None] == block.negatives)
+        loss_T = reduce(positive_T, negative_TN, target_T[:, None] == block.negatives)
+        if examples.weight_T is not None:
+            loss_T = loss_T * examples.weight_T[block.start : block.end]
+        return loss_T.sum()
 
     most = _NUMBERS[examples.row_T.device.type] // max(1, N * similarity.pair_numbers)
     blocks = _blocks(examples, max(1, min(_POSITIONS, most)))
@@ -111,14 +119,14 @@ def blockwise_loss(
 def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: LossConfig | None = None) -> Tensor:
     """-log softmax of the target among itself and the negatives (section 3.2)."""
     negative_TN = negative_TN.masked_fill(hit_TN, -torch.inf)
-    return (torch.logsumexp(torch.cat([positive_T[:, None], negative_TN], 1), 1) - positive_T).sum()
+    return torch.logsumexp(torch.cat([positive_T[:, None], negative_TN], 1), 1) - positive_T
 
 
 def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: LossConfig | None = None) -> Tensor:
     """Binary cross entropy of the target plus the mean over the negatives (the paper's baseline, section 5.1.2)."""
     valid_TN = (~hit_TN).float()
     negative_T = (F.softplus(negative_TN) * valid_TN).sum(1) / valid_TN.sum(1).clamp(min=1)
-    return (F.softplus(-positive_T) + negative_T).sum()
+    return F.softplus(-positive_T) + negative_T
 
 
 GATES = "gates"

@@ -20,8 +20,9 @@ from .blockwise import Examples, keep_gradients, kept_gradients
 
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
-    """Sum over T positions of -log softmax of the target's dot product among those of the target and its N negatives
-    (section 3.2), FP32 scalar. A negative equal to a position's target (an accidental hit) does not count.
+    """Sum over T positions, by their weights, of -log softmax of the target's dot product among those of the target and
+    its N negatives (section 3.2), FP32 scalar. A negative equal to a position's target (an accidental hit) does not
+    count.
 
     Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06. CUDA
     runs Triton, up to the width that dot_triton.covers; not under torch.use_deterministic_algorithms.
@@ -93,10 +94,16 @@ def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tens
         positive_R1 = (query_RH * item_VH[target_R[:, 0]]).sum(1, keepdim=True)
         score_RV.scatter_(1, target_R, positive_R1)
         total_R1 = score_RV.logsumexp(1, keepdim=True)
-        loss += (total_R1 - positive_R1).sum()
+        loss_R1, weight_R1 = total_R1 - positive_R1, None
+        if examples.weight_T is not None:
+            weight_R1 = examples.weight_T[start : start + rows, None]
+            loss_R1 = loss_R1 * weight_R1
+        loss += loss_R1.sum()
         if gradients:
             d_score_RV = score_RV.sub_(total_R1).exp_()
             d_score_RV.scatter_add_(1, target_R, torch.full_like(positive_R1, -1.0))
+            if weight_R1 is not None:
+                d_score_RV.mul_(weight_R1)
             torch.mm(d_score_RV, item_VH, out=gradients[0][start : start + rows])
             gradients[1].addmm_(d_score_RV.t(), query_RH, beta=1 if start else 0)
 
@@ -104,6 +111,8 @@ def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tens
 def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tensor, gradients: list[Tensor]) -> None:
     """Groups side by side, each position scored with its group's negatives. Adds to the gradients."""
     for at_PL, real_PL, group_P in _pieces(examples):
+        # What a position counts: nothing where it is padding.
+        weight_PL = real_PL if examples.weight_T is None else real_PL * examples.weight_T[at_PL]
         target_PL, negative_PN = examples.target_T[at_PL], examples.negatives_GN[group_P]
         query_PLH, target_PLH, negative_PNH = (
             _rows(query_TH, at_PL),
@@ -114,10 +123,10 @@ def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Ten
         score_PLN.masked_fill_(target_PL[:, :, None] == negative_PN[:, None], -torch.inf)
         positive_PL = (query_PLH * target_PLH).sum(2)
         total_PL = torch.logaddexp(positive_PL, score_PLN.logsumexp(2))
-        loss += ((total_PL - positive_PL) * real_PL).sum()
+        loss += ((total_PL - positive_PL) * weight_PL).sum()
         if gradients:
-            d_score_PLN = score_PLN.sub_(total_PL[:, :, None]).exp_().mul_(real_PL[:, :, None])
-            d_positive_PL1 = (((positive_PL - total_PL).exp() - 1) * real_PL)[:, :, None]
+            d_score_PLN = score_PLN.sub_(total_PL[:, :, None]).exp_().mul_(weight_PL[:, :, None])
+            d_positive_PL1 = (((positive_PL - total_PL).exp() - 1) * weight_PL)[:, :, None]
             d_query_PLH = torch.bmm(d_score_PLN, negative_PNH) + d_positive_PL1 * target_PLH
             gradients[0].index_add_(0, at_PL.flatten(), d_query_PLH.flatten(0, 1))
             gradients[1].index_add_(0, negative_PN.flatten(), torch.bmm(d_score_PLN.mT, query_PLH).flatten(0, 1))

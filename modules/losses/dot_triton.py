@@ -59,7 +59,7 @@ class _DotLoss(torch.autograd.Function):
         with torch.cuda.device_of(query):
             loss_T, *gradients = _run(query, item, examples, any(ctx.needs_input_grad))
         keep_gradients(ctx, gradients, (query_TH, item_VH))
-        return loss_T.sum()
+        return (loss_T if examples.weight_T is None else loss_T * examples.weight_T).sum()
 
     @staticmethod
     @once_differentiable
@@ -68,7 +68,7 @@ class _DotLoss(torch.autograd.Function):
 
 
 def _run(query_TH: Tensor, item_VH: Tensor, examples: Examples, needed: bool) -> list[Tensor]:
-    """The loss of each position and, if needed, both gradients."""
+    """The loss of each position, unweighted, and, if needed, both gradients."""
     (T, H), N, bounds = query_TH.shape, examples.negatives_GN.shape[1], examples.bounds
     plan = _plan(H, T, len(bounds) - 1)
     loss_T, whole_T = (torch.empty(T, dtype=torch.float32, device=query_TH.device) for _ in range(2))
@@ -80,6 +80,7 @@ def _run(query_TH: Tensor, item_VH: Tensor, examples: Examples, needed: bool) ->
     target_T, negatives_GN = (of.to(torch.int64).contiguous() for of in (examples.target_T, examples.negatives_GN))
     corrected = examples.log_q_V is not None
     log_q_V = examples.log_q_V.float().contiguous() if examples.log_q_V is not None else loss_T
+    weight_T = loss_T if examples.weight_T is None else examples.weight_T.float().contiguous()
     inputs = (query_TH, item_VH, target_T, negatives_GN, log_q_V)
     sizes = {
         "H": H, "HP": plan.HP, "HC": min(plan.HP, COLUMNS), "TT": plan.TT, "NT": plan.NT, "CORRECTED": corrected,
@@ -87,7 +88,8 @@ def _run(query_TH: Tensor, item_VH: Tensor, examples: Examples, needed: bool) ->
     }  # fmt: skip
     d_query_TH, d_item_VH = gradients or (query_TH, item_VH)
     _queries[(len(tiles),)](
-        *inputs, both, loss_T, whole_T, d_query_TH, d_item_VH, N, GRADIENTS=needed, **sizes
+        *inputs, weight_T, both, loss_T, whole_T, d_query_TH, d_item_VH, N, GRADIENTS=needed,
+        WEIGHTED=examples.weight_T is not None, **sizes,
     )  # fmt: skip
     if needed:
         grid = len(pieces), triton.cdiv(N, plan.NT)
@@ -134,11 +136,12 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _queries(  # type: ignore[no-untyped-def]
-    query, item, target, negative, log_q, span, loss, whole, d_query, d_item, N,
+    query, item, target, negative, log_q, weight, span, loss, whole, d_query, d_item, N,
     H: tl.constexpr, HP: tl.constexpr, HC: tl.constexpr, TT: tl.constexpr, NT: tl.constexpr,
-    CORRECTED: tl.constexpr, GRADIENTS: tl.constexpr,
+    CORRECTED: tl.constexpr, GRADIENTS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """whole: log-sum-exp of a position's scores. Writes d_query and adds the targets' share to d_item."""
+    """whole: log-sum-exp of a position's scores, less the log of its weight, so that what it is subtracted from gives
+    weighted shares. Writes d_query and adds the targets' share to d_item."""
     span += tl.program_id(0) * SPAN_FIELDS
     start, end, group = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     t, h = start + tl.arange(0, TT), tl.arange(0, HP)
@@ -166,13 +169,21 @@ def _queries(  # type: ignore[no-untyped-def]
             sum_TH = tl.dot(e_TN, item_NH, sum_TH * rescale_T[:, None], input_precision="tf32x3")
         highest_T = higher_T
     total_T = others_T + tl.exp(positive_T - highest_T)
-    tl.store(whole + t, highest_T + tl.log(total_T), mask=t < end)
+    whole_T = highest_T + tl.log(total_T)
+    if WEIGHTED:
+        weight_T = tl.load(weight + t, mask=t < end, other=0.0)
+        whole_T -= tl.log(weight_T)
+    tl.store(whole + t, whole_T, mask=t < end)
     tl.store(loss + t, highest_T - positive_T + tl.log(total_T), mask=t < end)
     if GRADIENTS:
         # The target's probability minus one, without cancellation.
         d_positive_T = -others_T / total_T
+        d_others_TH = sum_TH / total_T[:, None]
+        if WEIGHTED:
+            d_positive_T *= weight_T
+            d_others_TH *= weight_T[:, None]
         # Loaded again, because registers are scarce in the loop.
-        d_query_TH = sum_TH / total_T[:, None] + d_positive_T[:, None] * _rows(item, target_T, t < end, h, H)
+        d_query_TH = d_others_TH + d_positive_T[:, None] * _rows(item, target_T, t < end, h, H)
         inside = (t < end)[:, None] & (h < H)[None, :]
         tl.store(d_query + t[:, None] * H + h[None, :], d_query_TH, mask=inside)
         tl.atomic_add(

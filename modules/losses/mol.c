@@ -24,6 +24,7 @@ typedef struct {
     const int64_t *target_T, *negative_GN, *bound_G;
     const int64_t *row_T;
     const float *log_q_V; /* subtracted from phi of targets and negatives; null subtracts nothing */
+    const float *weight_T; /* of each position's loss; null: 1 */
     uint64_t key;
     int64_t threshold; /* dropout: 16 random bits below it drop a gate; 0 drops none */
     int64_t tile; /* most negatives at once, at least 1, where they are more than two tiles */
@@ -383,14 +384,16 @@ static void FN(add)(const WORK *w, const float *phi, Softmax *sum) {
 
 INLINE double FN(total)(const Softmax *sum) { return sum->others + exp((double)sum->positive - sum->most); }
 
+static double FN(weight)(const Problem *q, int64_t t) { return q->weight_T ? q->weight_T[t] : 1; }
+
 /* phi becomes the gradient of -log softmax of the target. */
-static void FN(differentiate)(const WORK *w, const Softmax *sum, float *phi) {
+static void FN(differentiate)(const WORK *w, const Softmax *sum, double weight, float *phi) {
     double total = FN(total)(sum);
-    float inverse = (float)(1 / total);
+    float inverse = (float)(weight / total);
     for (int64_t n = 0; n <= w->N; n += WIDTH)
         FN(put)(phi + n, FN(exp_or_zero)(FN(get)(phi + n), sum->most) * inverse);
     /* Minus one, as the sum of the others: no cancellation. The target counts with the first tile. */
-    phi[0] = w->offset ? 0 : (float)-(sum->others / total);
+    phi[0] = w->offset ? 0 : (float)-(weight * sum->others / total);
 }
 
 /* --- backward ------------------------------------------------------------------------------------------------- */
@@ -531,7 +534,7 @@ static void FN(chunk)(
         float *phi = w->phi + local * UP(N1, WIDTH);
         FN(correct)(w, q->target_T[start + local], negative_N, phi);
         if (forward) FN(add)(w, phi, sums + local);
-        if (backward) FN(differentiate)(w, sums + local, phi);
+        if (backward) FN(differentiate)(w, sums + local, FN(weight)(q, start + local), phi);
     }
     if (backward) {
         for (int64_t first = 0; first < pairs; first += size) FN(gates_back)(w, start, first, MIN(first + size, pairs));
@@ -581,7 +584,8 @@ static int FN(run)(Problem *q, int64_t first, int64_t last) {
         int backward = q->d_query_TUC != NULL;
         FN(group)(&w, base, start, end, negative_N, size, sums, 1, backward && tiles == 1);
         if (backward && tiles > 1) FN(group)(&w, base, start, end, negative_N, size, sums, 0, 1);
-        for (int64_t t = 0; t < end - start; t++) loss += sums[t].most - sums[t].positive + log(FN(total)(sums + t));
+        for (int64_t t = 0; t < end - start; t++)
+            loss += FN(weight)(q, start + t) * (sums[t].most - sums[t].positive + log(FN(total)(sums + t)));
     }
     if (q->d_query_TUC) FN(unload_cross_gate)(&w);
     q->loss = loss;

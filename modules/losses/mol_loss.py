@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
 from ..noise import derive_key, threshold
-from .blockwise import GATES, GateDropout, Side, keep_gradients, kept_gradients
+from .blockwise import GATES, GateDropout, Groups, Side, keep_gradients, kept_gradients
 
 
 def mol_sampled_softmax(
@@ -28,6 +28,7 @@ def mol_sampled_softmax(
     bounds: Sequence[int] | None = None,
     dropout: GateDropout | None = None,
     log_q_V: Tensor | None = None,
+    weight_T: Tensor | None = None,
 ) -> Tensor | None:
     """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32; None
     if there is no compiled form for these inputs.
@@ -36,7 +37,7 @@ def mol_sampled_softmax(
     gating weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of its two linear
     layers. target_T and negatives_GN are indices into the V items. Group g is positions bounds[g] to bounds[g + 1];
     without bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
-    log_q_V [V], FP32, is subtracted from phi of targets and negatives.
+    log_q_V [V], FP32, is subtracted from phi of targets and negatives. weight_T multiplies each position's loss.
 
     Computes in autocast's dtype if autocast is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where the
     processor cannot multiply BF16). On CPU it uses as many threads as torch would; for a given number of threads,
@@ -54,13 +55,15 @@ def mol_sampled_softmax(
     _check(len(query[0]), len(item[0]), target_T, negatives_GN, bounds)
     dtype = _precision(query[0])
     if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
-        return _Fused.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *query, *item, *cross_gate)
+        groups = target_T, negatives_GN, bounds, log_q_V, weight_T
+        return _Fused.apply(dtype, groups, dropout, *query, *item, *cross_gate)
     (_, I, C), U, H = item[0].shape, query[0].shape[1], len(cross_gate[0])
     if has_kernels(U, I, C, H, dtype, target_T.device):
         from . import mol_triton
 
         tensors = (*query, *item, *cross_gate)
-        return mol_triton.mol_sampled_softmax(dtype, target_T, negatives_GN, bounds, dropout, log_q_V, *tensors)
+        groups = target_T, negatives_GN, bounds, log_q_V, weight_T
+        return mol_triton.mol_sampled_softmax(dtype, groups, dropout, *tensors)
     return None
 
 
@@ -101,7 +104,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in "TNGUICH"]
-        + [(name, ctypes.c_void_p) for name in (*_INPUTS, *_INDICES, "log_q_V")]
+        + [(name, ctypes.c_void_p) for name in (*_INPUTS, *_INDICES, "log_q_V", "weight_T")]
         + [("key", ctypes.c_uint64), ("threshold", ctypes.c_int64), ("tile", ctypes.c_int64)]
         + [("d_" + name, ctypes.c_void_p) for name in _INPUTS]
         + [("loss", ctypes.c_double)]
@@ -124,9 +127,7 @@ class _Fused(torch.autograd.Function):
     """The compiled form; the gradients are computed in forward and kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, dtype: torch.dtype, groups: "_Groups", dropout: GateDropout | None, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, dtype: torch.dtype, groups: Groups, dropout: GateDropout | None, *tensors: Tensor) -> Tensor:
         level = _level(dtype)
         sides = torch.bfloat16 if level >= _BF16 else torch.float32
         dtypes = [sides] * 4 + [torch.float32] * 4
@@ -141,10 +142,6 @@ class _Fused(torch.autograd.Function):
         return None, None, None, *kept_gradients(ctx, scale)
 
 
-_Groups = tuple[Tensor, Tensor, Sequence[int], Tensor | None]
-"""target_T, negatives_GN, bounds, log_q_V."""
-
-
 def _level(dtype: torch.dtype) -> int:
     """A machine without BF16 products is faster in FP32."""
     library = _library()
@@ -154,15 +151,15 @@ def _level(dtype: torch.dtype) -> int:
 
 
 def _run(
-    level: int, inputs: list[Tensor], groups: _Groups, dropout: GateDropout | None, needed: bool
+    level: int, inputs: list[Tensor], groups: Groups, dropout: GateDropout | None, needed: bool
 ) -> tuple[float, list[Tensor]]:
     """Loss and, if needed, the gradients of all inputs in FP32.
 
     Each worker takes its own part of the positions and has its own sums of the gradients of items and cross gate, so
     that the result does not depend on which worker is faster.
     """
-    target_T, negatives_GN, bounds, log_q_V = groups
-    log_q_V = None if log_q_V is None else log_q_V.float().contiguous()
+    target_T, negatives_GN, bounds, *numbers = groups
+    log_q_V, weight_T = (None if of is None else of.float().contiguous() for of in numbers)
     T, (G, N) = len(target_T), negatives_GN.shape
     (_, U, C), I, H = inputs[0].shape, inputs[2].shape[1], len(inputs[5])
     indices = [target_T, negatives_GN, torch.tensor(bounds), target_T if dropout is None else dropout.row_T]
@@ -175,8 +172,8 @@ def _run(
     def work(worker: int) -> float:
         pointers = [tensor.data_ptr() for tensor in inputs + indices]
         gradients = [tensor.data_ptr() for tensor in queries + sums[worker]] or [0] * len(inputs)
-        correction = 0 if log_q_V is None else log_q_V.data_ptr()
-        problem = _Problem(T, N, G, U, I, C, H, *pointers, correction, key, dropped, _TILE, *gradients)
+        pointers += [0 if of is None else of.data_ptr() for of in (log_q_V, weight_T)]
+        problem = _Problem(T, N, G, U, I, C, H, *pointers, key, dropped, _TILE, *gradients)
         first, last = T * worker // workers, T * (worker + 1) // workers
         library = _library()
         assert library is not None

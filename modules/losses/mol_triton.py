@@ -46,7 +46,7 @@ from triton.compiler.compiler import max_shared_mem
 from ..noise import derive_key, halves, threshold
 from ..noise_triton import hashed_rows, keep_mask, rounded
 from ..transfer import copy_all, on_device
-from .blockwise import GATES, GateDropout, spans
+from .blockwise import GATES, GateDropout, Groups, spans
 
 LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
@@ -70,17 +70,9 @@ def covers(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.dev
     return (plan.CP <= 64) or (plan.CP <= 128 and dtype == torch.bfloat16)
 
 
-def mol_sampled_softmax(
-    dtype: torch.dtype,
-    target_T: Tensor,
-    negatives_GN: Tensor,
-    bounds: Sequence[int],
-    dropout: GateDropout | None,
-    log_q_V: Tensor | None,
-    *tensors: Tensor,
-) -> Tensor:
+def mol_sampled_softmax(dtype: torch.dtype, groups: Groups, dropout: GateDropout | None, *tensors: Tensor) -> Tensor:
     """mol_loss.mol_sampled_softmax for sizes that are covered, in `dtype`. tensors: both sides and the cross gate."""
-    return _MolLoss.apply(dtype, (target_T, negatives_GN, bounds, log_q_V), dropout, *tensors)
+    return _MolLoss.apply(dtype, groups, dropout, *tensors)
 
 
 LEAST_SHARED, A100, HOPPER = 99 * 1024, 160 * 1024, 220 * 1024
@@ -213,7 +205,7 @@ class _MolLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         dtype: torch.dtype,
-        groups: tuple[Tensor, Tensor, Sequence[int], Tensor | None],
+        groups: Groups,
         dropout: GateDropout | None,
         *tensors: Tensor,
     ) -> Tensor:
@@ -225,21 +217,22 @@ class _MolLoss(torch.autograd.Function):
             row_T = dropout.row_T.to(torch.int64).contiguous()
             key = derive_key(dropout.noise.key, GATES)
             noise = *halves(key), threshold(dropout.rate)
-        log_q_V = None if groups[3] is None else groups[3].to(torch.float32).contiguous()
+        log_q_V, weight_T = (None if of is None else of.to(torch.float32).contiguous() for of in groups[3:])
         problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, log_q_V, noise)
         tiles = problem.tiles()
         with torch.cuda.device_of(target_T):
             positive_T, others_T = _forward(problem, tiles)
         ctx.problem, ctx.tiles, ctx.dtypes = problem, tiles, [tensor.dtype for tensor in tensors]
-        ctx.save_for_backward(positive_T, others_T)
-        return F.softplus(others_T - positive_T).sum()
+        ctx.save_for_backward(positive_T, others_T, weight_T)
+        loss_T = F.softplus(others_T - positive_T)
+        return (loss_T if weight_T is None else loss_T * weight_T).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         with torch.cuda.device_of(scale):
-            positive_T, others_T = ctx.saved_tensors
-            gradients = _backward(ctx.problem, ctx.tiles, positive_T, others_T, scale)
+            positive_T, others_T, weight_T = ctx.saved_tensors
+            gradients = _backward(ctx.problem, ctx.tiles, positive_T, others_T, weight_T, scale)
             return None, None, None, *_cast(gradients, ctx.dtypes)
 
 
@@ -280,7 +273,7 @@ def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    problem: _Problem, tiles: _Tiles, positive_T: Tensor, others_T: Tensor, scale: Tensor
+    problem: _Problem, tiles: _Tiles, positive_T: Tensor, others_T: Tensor, weight_T: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of the inputs, FP32."""
     item_VIC, item_VM = problem.inputs[2:4]
@@ -302,6 +295,10 @@ def _backward(
         # Minus this is the targets' gradient, their probability minus one: no cancellation.
         of_others_T = torch.sigmoid(others_T - positive_T) * scale
         whole_T = torch.logaddexp(positive_T, others_T)
+        if weight_T is not None:
+            of_others_T = of_others_T * weight_T
+            # What it is subtracted from gives weighted shares.
+            whole_T = whole_T - weight_T.log()
         _target_backward[(target_programs,)](
             *problem.inputs, target_T, problem.row_T, of_others_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
             d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.warps,

@@ -90,7 +90,8 @@ class Similarity(nn.Module, ABC):
         return 1
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        """Sum over T positions of -log softmax of the target among itself and its group's negatives, FP32 scalar.
+        """Sum over T positions, by their weights, of -log softmax of the target among itself and its group's negatives,
+        FP32 scalar.
 
         `query` and `item` are the sides of the T queries and of the V unique items. A negative equal to the position's
         target (an accidental hit) does not count. No dropout without noise.
@@ -105,7 +106,7 @@ class Similarity(nn.Module, ABC):
     def sampled_loss(
         self, reduce: Reduce, query: Side, item: Side, examples: Examples, noise: Noise | None = None
     ) -> Tensor:
-        """Sum over T positions of another loss, which is `reduce` of the scores."""
+        """Sum over T positions, by their weights, of another loss, which is `reduce` of the scores."""
         return blockwise_loss(reduce, self, query, item, examples, noise, self.pair_dropout)
 
     def reset_parameters(self, generator: torch.Generator) -> None:

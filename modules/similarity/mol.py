@@ -158,6 +158,7 @@ class MoL(Similarity):
             examples.bounds,
             dropout,
             examples.log_q_V,
+            examples.weight_T,
         )
         # In plain torch, which on a GPU is slower by far.
         return super().sampled_softmax(query, item, examples, noise) if fused is None else fused

@@ -35,9 +35,9 @@ widths that are and are not powers of two, of each plan."""
 
 
 def on(device: str, examples: Examples) -> Examples:
-    log_q_V = None if examples.log_q_V is None else examples.log_q_V.to(device)
+    numbers = {name: of.to(device) for name in ("log_q_V", "weight_T") if (of := getattr(examples, name)) is not None}
     indices = {name: getattr(examples, name).to(device) for name in ("row_T", "target_T", "negatives_GN")}
-    return replace(examples, log_q_V=log_q_V, **indices)
+    return replace(examples, **numbers, **indices)
 
 
 def both_ways(loss: Tensor, sides: list[Tensor]) -> list[Tensor]:
@@ -49,7 +49,8 @@ def check(lengths: list[int], N: int, V: int, H: int, corrected: bool, device: s
     generator = torch.Generator().manual_seed(4)
     examples, plain = examples_of(lengths, N, V), Dot(H, DotConfig(normalize=False, temperature=1.0))
     if corrected:
-        examples = replace(examples, log_q_V=-5 * torch.rand(V, generator=generator))
+        weight_T = (3 * torch.rand(sum(lengths), generator=generator) - 0.5).clamp(min=0)
+        examples = replace(examples, log_q_V=-5 * torch.rand(V, generator=generator), weight_T=weight_T)
     sides = [torch.randn(rows, H, generator=generator) * 2 * H**-0.25 for rows in (sum(lengths), V)]
     moved = [side.to(device).requires_grad_() for side in sides]
     got = both_ways(dot_triton.dot_sampled_softmax(*moved, on(device, examples)), moved)

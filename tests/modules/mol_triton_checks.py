@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
-from test_mol_loss import EPS, NOISE, Case, dense, make
+from test_mol_loss import EPS, NOISE, Case, dense, make, weights
 from torch import Tensor
 
 from logitmix.modules import noise_triton
@@ -29,15 +29,15 @@ from logitmix.modules.noise import derive_key, halves, threshold
 
 def fused(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
     dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
-    groups = case.target_T, case.negatives_GN, case.bounds
-    return mol_triton.mol_sampled_softmax(dtype, *groups, dropout, case.log_q_V, *case.tensors)
+    groups = case.target_T, case.negatives_GN, case.bounds, case.log_q_V, case.weight_T
+    return mol_triton.mol_sampled_softmax(dtype, groups, dropout, *case.tensors)
 
 
 def on(device: str, case: Case) -> Case:
     tensors = tuple(tensor.detach().to(device).requires_grad_() for tensor in case.tensors)
     indices = {name: getattr(case, name).to(device) for name in ("target_T", "negatives_GN", "row_T")}
-    log_q_V = None if case.log_q_V is None else case.log_q_V.to(device)
-    return replace(case, tensors=tensors, log_q_V=log_q_V, **indices)
+    numbers = {name: of.to(device) for name in ("log_q_V", "weight_T") if (of := getattr(case, name)) is not None}
+    return replace(case, tensors=tensors, **numbers, **indices)
 
 
 def check(case: Case, device: str, roundings: int = 1000) -> None:
@@ -90,7 +90,8 @@ def check_groups(device: str, few: bool) -> None:
             case = make(lengths, N, 60, shape, rate)
             # A correction as large as those of rare items.
             correction = -8 * torch.rand(60, generator=torch.Generator().manual_seed(N)) if rate else None
-            check(replace(case, log_q_V=correction), device)
+            weight_T = weights(len(case.target_T)) if rate else None
+            check(replace(case, log_q_V=correction, weight_T=weight_T), device)
 
 
 def check_starved_gates(device: str) -> None:

@@ -46,7 +46,9 @@ def test_equals_the_block_form(case: str, limit: int, log_q: bool, monkeypatch: 
     lengths, negatives, items = CASES[case]
     examples, (query, item) = examples_of(lengths, negatives, items), sides(sum(lengths), items)
     if log_q:
-        examples = replace(examples, log_q_V=-5 * torch.rand(items, generator=torch.Generator().manual_seed(5)))
+        generator = torch.Generator().manual_seed(5)
+        weight_T = (3 * torch.rand(len(query), generator=generator) - 0.5).clamp(min=0)
+        examples = replace(examples, log_q_V=-5 * torch.rand(items, generator=generator), weight_T=weight_T)
     monkeypatch.setattr(dot_loss, "_PAIRS", {"cpu": limit})
     monkeypatch.setattr(dot_loss, "_SINGLE", {"cpu": limit})
     monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": limit})

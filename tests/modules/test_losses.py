@@ -117,11 +117,12 @@ def plain_loss(
                 scores = scores - examples.log_q_V[candidates]
             counted = [n for n, negative in enumerate(negatives_N.tolist(), start=1) if negative != target]
             if kind == "softmax":
-                total = total - (scores[0] - torch.log(scores[[0, *counted]].exp().sum()))
+                loss = torch.log(scores[[0, *counted]].exp().sum()) - scores[0]
             else:
-                total = total - torch.log(torch.sigmoid(scores[0]))
+                loss = -torch.log(torch.sigmoid(scores[0]))
                 if counted:
-                    total = total - torch.log(1 - torch.sigmoid(scores[counted])).mean()
+                    loss = loss - torch.log(1 - torch.sigmoid(scores[counted])).mean()
+            total = total + loss * (1 if examples.weight_T is None else float(examples.weight_T[t]))
     return total
 
 
@@ -175,7 +176,10 @@ def shapes(draw: st.DrawFn) -> tuple[int, Examples]:
     targets = draw(st.lists(index, min_size=sum(lengths), max_size=sum(lengths)))
     examples = examples_of(lengths, negatives, targets, draw(st.sampled_from([0, 1000, 2**33])))
     log_q = draw(st.none() | st.lists(st.floats(-3, 0, width=32), min_size=items, max_size=items))
-    return items, replace(examples, log_q_V=None if log_q is None else torch.tensor(log_q))
+    positions = sum(lengths)
+    weight = draw(st.none() | st.lists(st.floats(0, 3, width=32), min_size=positions, max_size=positions))
+    log_q_V, weight_T = (None if of is None else torch.tensor(of) for of in (log_q, weight))
+    return items, replace(examples, log_q_V=log_q_V, weight_T=weight_T)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "bce"])

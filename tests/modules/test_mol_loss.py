@@ -44,6 +44,7 @@ class Case:
     rate: float
     row_T: Tensor
     log_q_V: Tensor | None = None
+    weight_T: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Case":
         return replace(self, tensors=tuple(tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors))
@@ -80,7 +81,8 @@ def make(
 def fused(case: Case) -> Tensor:
     dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
     query, item, gate = case.tensors[:2], case.tensors[2:4], case.tensors[4:]
-    loss = mol_sampled_softmax(query, item, gate, case.target_T, case.negatives_GN, case.bounds, dropout, case.log_q_V)
+    examples = case.target_T, case.negatives_GN, case.bounds
+    loss = mol_sampled_softmax(query, item, gate, *examples, dropout, case.log_q_V, case.weight_T)
     assert loss is not None
     return loss
 
@@ -103,7 +105,13 @@ def dense(case: Case) -> Tensor:
         phi_TN = phi_TN - case.log_q_V[candidates_TN]
     hit_TN = candidates_TN == case.target_T[:, None]
     hit_TN[:, 0] = False
-    return (phi_TN.masked_fill(hit_TN, -torch.inf).logsumexp(1) - phi_TN[:, 0]).sum()
+    loss_T = phi_TN.masked_fill(hit_TN, -torch.inf).logsumexp(1) - phi_TN[:, 0]
+    return (loss_T if case.weight_T is None else loss_T * case.weight_T).sum()
+
+
+def weights(count: int, seed: int = 0) -> Tensor:
+    """Some are zero."""
+    return (3 * torch.rand(count, generator=torch.Generator().manual_seed(seed)) - 0.5).clamp(min=0)
 
 
 def check(case: Case, roundings: int = 100) -> None:
@@ -148,7 +156,8 @@ def cases(draw: st.DrawFn) -> Case:
     seed, scale = draw(st.integers(0, 100)), draw(st.sampled_from([1.0, 4.0]))
     case = make(lengths, draw(st.integers(0, 20)), V := draw(st.integers(1, 12)), shape, rate, seed, scale)
     log_q_V = -3 * torch.rand(V, generator=torch.Generator().manual_seed(seed))
-    return replace(case, log_q_V=log_q_V) if draw(st.booleans()) else case
+    weight_T = weights(len(case.target_T), seed) if draw(st.booleans()) else None
+    return replace(case, log_q_V=log_q_V if draw(st.booleans()) else None, weight_T=weight_T)
 
 
 @given(case=cases(), at=st.sampled_from(LEVELS or [0]), tile=st.sampled_from([1, 2, 3, 8, 1024]))

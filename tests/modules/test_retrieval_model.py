@@ -104,13 +104,14 @@ def dataset(users: int = 13) -> Dataset:
 def batches(
     options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13, some: bool = False
 ) -> TrainingBatches:
-    """With `some`, about a third of the actions may be targets."""
+    """With `some`, about a third of the actions may be targets, which have weights."""
     data = dataset(users)
     places = np.flatnonzero(np.random.default_rng(1).random(len(data.items_flat)) < 0.35) if some else None
     return TrainingBatches(
         data,
         IDS,
         held_out=leave_one_out(data, places=places),
+        weights=np.random.default_rng(2).random(len(data.items_flat), np.float32) if some else None,
         batch_size=8,
         max_length=options.encoder.max_length,
         negatives=options.loss.negatives,
@@ -290,6 +291,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_targets(similarity: str, share
         for t in sorted({*range(start, end)} & {*asked}):
             q = asked.index(t)
             negatives = batch.id_V[batch.negatives_GN[group_of[q]]]
+            weight = 1 / len(asked) if batch.weight_Q is None else float(batch.weight_Q[q]) / len(asked)
             history = inputs[start : t + 1]
             query_1D = tower.queries(item_XD[history], Packing(torch.tensor([len(history)]))).vector_RD
             counted = [int(targets[q]), *(int(n) for n in negatives if n != targets[q])]
@@ -297,7 +299,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_targets(similarity: str, share
                 module = getattr(tower, name)
                 query = module.query(query_1D, torch.arange(1))
                 item = module.item(item_XD[counted], torch.arange(len(counted)))
-                total[name] = total[name] - torch.log_softmax(module.all_pairs(query, item)[0], 0)[0] / len(asked)
+                total[name] = total[name] - torch.log_softmax(module.all_pairs(query, item)[0], 0)[0] * weight
     assert batch.total_targets == len(asked)
     combined = total["similarity"] + 0.2 * total["hindexer"]
     for name, should in {**total, "loss": combined}.items():
@@ -306,6 +308,25 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_targets(similarity: str, share
     for got, should in zip(gradients, expected, strict=True):
         # Some positions cancel others.
         assert float((got - should).norm()) < 200 * EPS * max(float(should.norm()), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("similarity", "kind"), [("dot", "softmax"), ("mlp", "softmax"), ("mol, information", "softmax"), ("mol", "bce")]
+)
+def test_a_weight_of_2_is_the_target_twice(similarity: str, kind: Literal["softmax", "bce"]) -> None:
+    options = config(similarity, "batch", kind)
+    tower, batch = tower_of(options), batches(options).at(0)
+    T = len(batch.target_T)
+    weight_Q = torch.ones(T)
+    weight_Q[-1] = 2
+    at_Q = torch.tensor([*range(T), T - 1])
+    twice = replace(batch, position_Q=at_Q, target_T=batch.target_T[at_Q], bounds=[0, T + 1], total_targets=T + 1)
+    (loss, gradients), (other, others) = run(tower, replace(batch, weight_Q=weight_Q * T / (T + 1))), run(tower, twice)
+    for name in other:
+        torch.testing.assert_close(loss[name], other[name], rtol=32 * EPS, atol=0)
+    for got, should in zip(gradients, others, strict=True):
+        assert float((got - should).norm()) < 200 * EPS * max(float(should.norm()), 0.1)
+    assert not torch.isclose(loss["similarity"], run(tower, batch)[0]["similarity"], rtol=1e-4)
 
 
 @pytest.mark.parametrize(

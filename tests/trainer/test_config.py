@@ -92,8 +92,8 @@ def test_every_number_is_checked_and_named_by_the_flag_that_sets_it(kind: str) -
 
 
 def test_every_choice_is_checked_and_lists_what_there_is() -> None:
-    paths = ("data.path", "warm_start")
-    texts = [flag for flag, value in flatten(Config()).items() if type(value) is str and flag not in paths]
+    free = ("data.path", "data.weight", "warm_start")
+    texts = [flag for flag, value in flatten(Config()).items() if type(value) is str and flag not in free]
     assert "model.similarity.kind" in texts and "comm.forward" in texts
     for flag in texts:
         for wrong in ("nonsense", 3, True, ["dot"]):
@@ -229,6 +229,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.device": "cuda",
         "train.loggers": ["wandb"],
         "data.targets": ["event = purchase"],
+        "data.weight": "price",
         "train.schedule": "cosine",
         "train.on_damage": "stop",
         "train.on_save_failure": "continue",

@@ -162,6 +162,7 @@ def _part(batch: Batch, schema: Schema, lookups: Mapping[str, int], loss: LossCo
         input_T=batch.input_T[:T] % V,
         target_T=batch.target_T[:Q] % V,
         position_Q=position_Q,
+        weight_Q=None if batch.weight_Q is None else batch.weight_Q[:Q],
         negatives_GN=batch.negatives_GN[: len(bounds), :NEGATIVES] % V,
         bounds=[*bounds, Q],
         log_q_V=None if batch.log_q_V is None else batch.log_q_V[:V],

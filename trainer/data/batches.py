@@ -148,6 +148,7 @@ class TrainingBatches:
         in_batch: int = 0,
         group_positions: int = 1,
         held_out: HeldOut | None = None,
+        weights: NDArray[np.float32] | None = None,
         item_id_dropout: float = 0.0,
         user_id_dropout: float = 0.0,
         pooled: Collection[str] = (),
@@ -157,7 +158,8 @@ class TrainingBatches:
     ) -> None:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
-        histories into windows (`_windows`). The last sequences of users in `first_U` [U] begin each epoch.
+        histories into windows (`_windows`). `weights` are those of the
+        actions as targets [actions]. The last sequences of users in `first_U` [U] begin each epoch.
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
@@ -187,7 +189,7 @@ class TrainingBatches:
         self.left_out = len(longer), int((longer - max_length).sum())
         # With a stride, a user has several: new actions are in the last one.
         self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
-        self.in_batch = in_batch
+        self.in_batch, self.weights = in_batch, weights
         self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.user_S)
         self.steps_per_epoch = -(-len(self.user_S) // batch_size)
@@ -245,7 +247,15 @@ class TrainingBatches:
             total_targets=int(bounds_Q[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
             position_Q=position_Q,
+            weight_Q=self._weights(self._sequences(step), slice(bounds_Q[first], bounds_Q[last])),
         )
+
+    def _weights(self, sequences: Ints, part: slice) -> torch.Tensor | None:
+        """The weights of some of the targets of a global batch's sequences, by the mean of all; zeros if all are."""
+        if self.weights is None:
+            return None
+        all_Q = self.weights[self._place(ranges(self.first_S[sequences], self.targets_S[sequences]))].astype(np.float64)
+        return torch.from_numpy((all_Q[part] / (all_Q.mean() or 1.0)).astype(np.float32))
 
     def _place(self, target: Ints) -> Ints:
         """Places among the dataset's actions, of places among the targets."""

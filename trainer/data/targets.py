@@ -1,12 +1,16 @@
-"""Which actions of a dataset are predicted (data.targets)."""
+"""Which actions of a dataset are predicted (data.targets), and how much each counts (data.weight)."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from logitmix.common.mappings import nearest
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
+from logitmix.trainer.data.numbers import read_numbers
 from logitmix.trainer.data.where import column_of, holds
 
 FLAG = "--data.targets"
@@ -21,7 +25,7 @@ def target_places(dataset: Dataset, conditions: Sequence[str]) -> Ints | None:
     chosen = np.ones(len(dataset.items_flat), bool)
     for condition in conditions:
         name = column_of(condition, list(dataset.event_features), FLAG)
-        values = _values(dataset, name, condition)
+        values = _values(dataset, name, f"{FLAG} {condition!r}")
         chosen &= holds(condition, {name: values}, flag=FLAG)
         if not chosen.any():
             some = ""
@@ -47,11 +51,47 @@ def said_of_targets(dataset: Dataset, conditions: Sequence[str], features: Seque
     return said
 
 
-def _values(dataset: Dataset, name: str, condition: str) -> pa.Array:
-    """A feature of the actions, as `holds` takes it."""
+def target_weights(dataset: Dataset, name: str, places: Ints | None) -> NDArray[np.float32] | None:
+    """The weights of the actions [actions], from a feature of theirs; None without a name. A missing one is the mean.
+    ValueError if there is no such feature, or if the weight of an action that may be a target is no number, or is below
+    0, or if all are 0."""
+    if not name:
+        return None
+    flag = f"--data.weight {name}"
+    if name not in (columns := list(dataset.event_features)):
+        raise ValueError(
+            f"{flag}: no such column{nearest(name, columns)}; it must be one of the actions' features: "
+            f"{', '.join(columns) or 'none'}"
+        )
+    values = _values(dataset, name, flag)
+    if pa.types.is_dictionary(values.type):
+        numbers = read_numbers(values.dictionary.cast(pa.string()), pa.float64()).values
+        known = values.dictionary.is_valid()
+        found = pc.if_else(known, numbers.fill_null(np.nan), None).take(values.indices)
+        weights = found.fill_null(pc.mean(found).as_py() or 0.0).to_numpy().astype(np.float32)
+    else:
+        weights = dataset.event_features[name].values
+    wrong = ~((weights >= 0) & (weights < np.inf))
+    of_targets = slice(None) if places is None else places
+    if wrong[of_targets].any():
+        place = int(np.arange(len(weights))[of_targets][np.argmax(wrong[of_targets])])
+        user = int(np.searchsorted(dataset.offsets, place, side="right")) - 1
+        item, raw_user = dataset.raw_ids()[dataset.items_flat[place]], dataset.raw_user_ids(np.array([user]))[0]
+        raise ValueError(
+            f"{flag}: {str(values[place].as_py())!r:.40} of item {item!r:.40} and user {raw_user!r:.40} at time "
+            f"{dataset.timestamps_flat[place]} is no finite number of 0 or more, and so for "
+            f"{int(wrong[of_targets].sum()):,} targets in all: correct them, or leave them out by --data.targets"
+        )
+    if not weights[of_targets].any():
+        raise ValueError(f"{flag}: the weights of all targets are 0")
+    return weights
+
+
+def _values(dataset: Dataset, name: str, what: str) -> pa.Array:
+    """A feature of the actions, as `holds` takes it; `what` names the setting."""
     values, feature = dataset.event_features[name].values, next(f for f in dataset.schema.of("event") if f.name == name)
     if feature.form.bag or feature.form.wide:
-        raise ValueError(f"{FLAG} {condition!r}: {name} has several values for an action, and cannot be compared")
+        raise ValueError(f"{what}: {name} has several values for an action")
     if not feature.sparse:
         return pa.array(values)
     vocabulary = dataset.vocabulary_column(feature.table).combine_chunks()

@@ -13,8 +13,9 @@ from small_data import in_memory, write_dataset
 
 from logitmix.modules.batch import Batch
 from logitmix.trainer.data.batches import HeldOut, TrainingBatches, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.targets import said_of_targets, target_places
+from logitmix.trainer.data.targets import said_of_targets, target_places, target_weights
 from logitmix.trainer.evaluation.baselines import target_counts
 
 OPTIONS: dict[str, Any] = {"negatives": 3, "share": "sequence", "seed": 0, "in_batch": 2}
@@ -190,3 +191,41 @@ def test_conditions_are_on_features_of_actions(tmp_path: Path) -> None:
 def test_other_conditions_are_refused(condition: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=problem):
         target_places(load_dataset(write_dataset(tmp_path / "data", features=True)), (condition,))
+
+
+def test_weights_are_those_of_a_column_by_their_mean_in_the_batch(tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+    positive = np.abs(dataset.event_features["rating"].values)
+    dataset = replace(dataset, event_features={**dataset.event_features, "rating": Column(positive)})
+    places = target_places(dataset, ("action = type-1",))
+    weights = target_weights(dataset, "rating", places)
+    assert weights is not None and np.array_equal(weights, positive) and target_weights(dataset, "", places) is None
+    options = OPTIONS | {"batch_size": 100, "max_length": 50, "held_out": leave_one_out(dataset, places=places)}
+    batch = TrainingBatches(dataset, dataset.schema, weights=weights, **options).at(0)
+    assert batch.weight_Q is not None and batch.weight_Q.mean() == pytest.approx(1, rel=1e-5)
+    none = TrainingBatches(dataset, dataset.schema, weights=np.zeros_like(weights), **options).at(0)
+    assert none.weight_Q is not None and not none.weight_Q.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("rate", 1.0, "--data.weight rate: no such column .did you mean rating.*: action, query, rating, place"),
+        ("place", 1.0, "--data.weight place: place has several values for an action"),
+        ("action", 1.0, "--data.weight action: '.*' of item 'item-.*' and user .* is no finite number of 0 or"),
+        ("rating", -1.0, r"--data.weight rating: '-1\.0' of item .* at time \d+ is no finite .* 1 targets in all"),
+        ("rating", np.inf, "--data.weight rating: 'inf' of item"),
+        ("rating", 0.0, "--data.weight rating: the weights of all targets are 0"),
+    ],
+)
+def test_other_weights_are_refused(name: str, value: float, problem: str, tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+    values = np.zeros(len(dataset.items_flat), np.float32)
+    values[7] = value
+    dataset = replace(dataset, event_features={**dataset.event_features, "rating": Column(values)})
+    with pytest.raises(ValueError, match=problem):
+        target_weights(dataset, name, None)
+    if value < 0:
+        # What is no target needs no weight.
+        values[3] = 1
+        assert target_weights(dataset, name, np.array([3])) is not None
