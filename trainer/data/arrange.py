@@ -8,7 +8,8 @@ actions fit into memory there is one part.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +17,12 @@ from rich.progress import Progress
 
 from logitmix.trainer.data.arrow import are_digits, codes_of, order_of_texts
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.features import values_of_items
 from logitmix.trainer.data.raw import Actions
+from logitmix.trainer.data.row_numbers import name_each_row
 from logitmix.trainer.data.spool import File, Pieces, current
 from logitmix.trainer.data.where import column_of, holds
+from logitmix.trainer.data.writer import DatasetContents, write_sequences
 
 T = TypeVar("T")
 
@@ -59,6 +63,25 @@ class Ordered:
         ]
         return found[0] if len(found) == 1 else pa.concat_arrays(found)
 
+    def counts(self, name: str) -> np.ndarray | None:
+        """How many actions have each value of `column`; None: one."""
+        return None
+
+    def names_each_row(self, name: str) -> bool:
+        return name_each_row(name, self.column(name), self.timestamps)
+
+    def of_users(self, name: str) -> pa.Array:
+        """The value of each user's first action, even if it has none."""
+        return self.column(name).take(pa.array(self.offsets[:-1]))
+
+    def of_items(self, name: str, which: Literal["first", "last"]) -> pa.Array:
+        """The value of each item's first or last action that has one, by any user."""
+        return values_of_items(self.column(name), self.items[:], self.timestamps[:], len(self.item_ids), which)
+
+    def write(self, directory: Path, contents: DatasetContents) -> dict[str, Any]:
+        """As `write_sequences`."""
+        return write_sequences(directory, contents)
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -88,7 +111,7 @@ class _Part:
         return _Part(Pieces(own), Pieces(own), Pieces(own), nanoseconds, columns)
 
 
-class _Actions(NamedTuple):
+class SortedActions(NamedTuple):
     """Those of consecutive users, by user, then time."""
 
     users: np.ndarray
@@ -100,9 +123,11 @@ class _Actions(NamedTuple):
     rows: np.ndarray
     """Their places in the part."""
 
-    def at(self, which: np.ndarray) -> "_Actions":
+    def at(self, which: np.ndarray) -> "SortedActions":
         nanoseconds = None if self.nanoseconds is None else self.nanoseconds[which]
-        return _Actions(self.users[which], self.items[which], self.timestamps[which], nanoseconds, self.rows[which])
+        return SortedActions(
+            self.users[which], self.items[which], self.timestamps[which], nanoseconds, self.rows[which]
+        )
 
 
 class _Counts:
@@ -113,7 +138,7 @@ class _Counts:
         self.of_items = np.zeros(items, np.int64)
         """Actions by the item's code."""
 
-    def add(self, actions: _Actions) -> None:
+    def add(self, actions: SortedActions) -> None:
         self.users += int(np.count_nonzero(np.diff(actions.users))) + bool(len(actions.users))
         self.actions += len(actions.users)
         self.of_items += np.bincount(actions.items, minlength=len(self.of_items))
@@ -164,7 +189,7 @@ def _in_order(
     after = [_Counts(len(item_ids)) for _ in STEPS]
     others = [0]
 
-    def sorted_parts() -> Iterator[_Actions]:
+    def sorted_parts() -> Iterator[SortedActions]:
         for part in steps(progress, "sorting", parts, len(parts)):
             found = _sort(part, ranks)
             after[0].add(found)
@@ -201,29 +226,25 @@ def _in_order(
         active = np.flatnonzero(of_users >= fewest)
         kept.append(active + first)
         lengths.append(of_users[active])
-        spans += [_span(found)] if len(found.users) else []
+        spans += [span(found)] if len(found.users) else []
         items.extend(found.items)
         timestamps.extend(found.timestamps)
         rows.append(found.rows if whole.columns else found.rows[:0])
     if not after[3].users:
-        raise _nobody(fewest, after)
+        raise nobody(fewest, after[0].mapping(), after[1].mapping())
     users = order[np.concatenate(kept)]
     item_order = np.flatnonzero(after[3].of_items)
     item_order = item_order[order_of_texts(item_ids.take(pa.array(item_order)))]
     item_ranks = np.empty(len(item_ids), np.int32)
     item_ranks[item_order] = np.arange(len(item_order))
-    counted = [read, *(of.mapping() for of in after)]
     ordered = Ordered(
         np.concatenate(([0], np.cumsum(np.concatenate(lengths)))),
         items.changed(lambda codes: item_ranks[codes]),
         timestamps,
         user_ids.take(pa.array(users)),
         item_ids.take(pa.array(item_order)),
-        {
-            name: {of: was[of] - now[of] for of in read}
-            for name, (was, now) in zip(STEPS, pairwise(counted), strict=True)
-        },
-        [_of_others(others[0])] if others[0] else [],
+        removed([read, *(of.mapping() for of in after)]),
+        of_others(others[0]),
         {
             "first": min(span["first"] for span in spans),
             "last": max(span["last"] for span in spans),
@@ -236,16 +257,25 @@ def _in_order(
     return ordered, users
 
 
-def _nobody(fewest: int, after: Sequence[_Counts]) -> ValueError:
-    repeated = after[0].actions - after[1].actions
+def removed(counted: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """What each of the STEPS left out, by what there was before the first and after each."""
+    return {
+        name: {of: was[of] - now[of] for of in was} for name, (was, now) in zip(STEPS, pairwise(counted), strict=True)
+    }
+
+
+def nobody(fewest: int, chosen: Mapping[str, int], different: Mapping[str, int]) -> ValueError:
+    """What is wrong where no user has enough actions, of those that were chosen and, among these, different."""
+    repeated = chosen["actions"] - different["actions"]
     duplicates = f", without {repeated:,} exact duplicates" if repeated else ""
     return ValueError(
-        f"no user has {fewest} or more actions (there were {after[1].users:,} users with {after[1].actions:,} actions"
+        f"no user has {fewest} or more actions (there were {different['users']:,} users with {different['actions']:,} "
+        f"actions"
         f"{duplicates}); lower --min-user-actions or --min-item-actions"
     )
 
 
-def _kept(parts: Iterable[_Actions]) -> Iterator[_Actions]:
+def _kept(parts: Iterable[SortedActions]) -> Iterator[SortedActions]:
     """All of them, and then each again."""
     file = File(current())
     kept = [{name: Pieces.of([of], file) for name, of in part._asdict().items() if of is not None} for part in parts]
@@ -253,7 +283,9 @@ def _kept(parts: Iterable[_Actions]) -> Iterator[_Actions]:
         found = {name: of[:] for name, of in columns.items()}
         for of in columns.values():
             of.drop()
-        yield _Actions(found["users"], found["items"], found["timestamps"], found.get("nanoseconds"), found["rows"])
+        yield SortedActions(
+            found["users"], found["items"], found["timestamps"], found.get("nanoseconds"), found["rows"]
+        )
     file.close()
 
 
@@ -310,12 +342,12 @@ def steps(progress: Progress, description: str, of: Iterable[T], total: int) -> 
         progress.advance(task)
 
 
-def _sort(part: _Part, ranks: np.ndarray) -> _Actions:
+def _sort(part: _Part, ranks: np.ndarray) -> SortedActions:
     nanoseconds = None if part.nanoseconds is None else part.nanoseconds[:]
     users, timestamps = ranks[part.users[:]], part.timestamps[:]
     rows = _order(users, timestamps, nanoseconds)
     nanoseconds = None if nanoseconds is None else nanoseconds[rows]
-    return _Actions(users[rows], part.items[:][rows], timestamps[rows], nanoseconds, rows)
+    return SortedActions(users[rows], part.items[:][rows], timestamps[rows], nanoseconds, rows)
 
 
 def _order(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | None) -> np.ndarray:
@@ -339,7 +371,7 @@ def _order(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | 
     return rows
 
 
-def _span(actions: _Actions) -> dict[str, int]:
+def span(actions: SortedActions) -> dict[str, int]:
     """Of at least one action."""
     users, _, timestamps, nanoseconds, _ = actions
     tied = _tied(users, timestamps, nanoseconds)
@@ -392,12 +424,14 @@ def _alike(places: np.ndarray, keys: tuple[np.ndarray, ...]) -> tuple[np.ndarray
     return places[order][shared], np.concatenate(([False], same))[shared]
 
 
-def _of_others(count: int) -> str:
+def of_others(count: int) -> list[str]:
+    """A line, if there are any."""
     one = count == 1
-    return (
+    line = (
         f"{count:,} action{' has' if one else 's have'} the user, item and time of another, but not its other values: "
         f"{'it is' if one else 'they are'} kept"
     )
+    return [line] if count else []
 
 
 def _chosen(actions: Actions, options: PrepareOptions) -> list[np.ndarray] | None:
@@ -412,8 +446,12 @@ def _chosen(actions: Actions, options: PrepareOptions) -> list[np.ndarray] | Non
         for piece, found in zip(chosen, _holds(condition, name, columns, units), strict=True):
             piece &= found
     if not any(piece.any() for piece in chosen):
-        raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(actions.users):,} actions")
+        raise none_left(actions, options)
     return chosen
+
+
+def none_left(actions: Actions, options: PrepareOptions) -> ValueError:
+    return ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(actions.users):,} actions")
 
 
 def _holds(condition: str, name: str, columns: Mapping[str, Pieces], units: Mapping[str, str]) -> Iterator[np.ndarray]:

@@ -112,6 +112,8 @@ class RawColumn:
     """As in the schema's feature."""
     statistics: tuple[float, float] | None = None
     """Mean and standard deviation of numbers; None: those of the values."""
+    counts: np.ndarray | None = None
+    """int64: how often each value counts; None: once."""
 
     def load(self) -> "RawColumn":
         """With the values in memory."""
@@ -152,8 +154,9 @@ def make_features(
     for column in columns:
         column = column.load()
         marked[column.name] = _marked(column)
-        column = replace(column, values=_filled(column.values, column.missing))
-        column = replace(column, kind=column.kind or (infer_kind(column.values) if column.infer else None))
+        column = replace(column, values=filled(column.values, column.missing))
+        inferred = infer_kind(column.values, column.counts) if column.infer and not column.kind else None
+        column = replace(column, kind=column.kind or inferred)
         if not column.kind:
             unused[column.name] = _why_unused(column)
             continue
@@ -163,13 +166,13 @@ def make_features(
         if isinstance(found, Codes):
             table = column.table or column.name
             features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
-            sharing.setdefault(table, []).append((found.texts, found.counts()))
+            sharing.setdefault(table, []).append((found.texts, found.occurrences(column.counts)))
             offsets = None if found.offsets is None else kept(found.offsets)
             parallel = {name: kept(numbers) for name, numbers in found.parallel.items()}
             coded[column.name] = replace(found, codes=kept(found.codes), offsets=offsets, parallel=parallel)
         else:
             numbers: np.ndarray = found
-            mean, deviation = column.statistics or _statistics(numbers)
+            mean, deviation = column.statistics or _statistics(numbers, column.counts)
             width = 1 if numbers.ndim == 1 else numbers.shape[1]
             features.append(Feature(column.name, column.owner, column.kind, column.table, width, mean, deviation))
             numbers[np.isnan(numbers)] = mean
@@ -197,7 +200,7 @@ def _marked(column: RawColumn) -> dict[str, int]:
     markers = pc.and_(_are_missing(values.dictionary, column.missing), pc.not_equal(values.dictionary, ""))
     if not pc.any(markers).as_py():
         return {}
-    counts = np.bincount(values.indices.drop_null().to_numpy(), minlength=len(values.dictionary))
+    counts = _occurrences(values.indices.fill_null(-1).to_numpy(), column.counts, len(values.dictionary))
     found = {values.dictionary[row].as_py().strip(): int(counts[row]) for row in np.flatnonzero(as_numpy(markers))}
     return {text: count for text, count in found.items() if text and count}
 
@@ -221,7 +224,7 @@ def _of_numbers(column: RawColumn) -> list[str]:
     notes = [f"{column.name}: {numbers.note}"] if numbers.note else []
     if len(numbers.wrong):
         places = pc.index_in(column.values.dictionary, value_set=numbers.wrong).is_valid().take(column.values.indices)
-        rows = pc.sum(places).as_py()
+        rows = int(_weighted(as_numpy(pc.fill_null(places, False)), column.counts))
         are = "value is no number and counts" if rows == 1 else "values are no numbers and count"
         notes.append(f"{column.name}: {rows:,} {are} as missing, such as {numbers.wrong[0].as_py()[:40]!r}")
     return notes
@@ -237,7 +240,7 @@ def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
     # A text of an id that is in no vocabulary is as unknown as a missing one.
     missing = () if feature.sparse and not feature.form.bag else MISSING
     column = RawColumn(
-        feature.name, feature.owner, _filled(values, missing), feature.kind, feature.table, columns=feature.columns
+        feature.name, feature.owner, filled(values, missing), feature.kind, feature.table, columns=feature.columns
     )
     if column.values.null_count == len(column.values):
         return [None] * len(column.values)
@@ -297,7 +300,10 @@ def find_features(columns: Sequence[str], features: Collection[str]) -> dict[str
 
 
 def apply_options(
-    columns: Sequence[RawColumn], options: FeaturesOptions, source: str, of_owner: Callable[[pa.Array, Owner], pa.Array]
+    columns: Sequence[RawColumn],
+    options: FeaturesOptions,
+    source: str,
+    of_owner: Callable[[RawColumn, Owner], pa.Array],
 ) -> list[RawColumn]:
     """The columns as the file `source` describes them, without those that it does not use. `of_owner` turns a column of
     the actions into one of their items or users.
@@ -318,9 +324,11 @@ def apply_options(
                 raise ValueError(
                     f"{source}: features.{column.name} is a column of {column.owner}s; leave its owner out"
                 )
-            column = replace(column, owner=said.owner, values=of_owner(column.load().values, said.owner))
+            column = replace(column, owner=said.owner, values=of_owner(column, said.owner), counts=None)
         kind = column.kind if said.kind == "auto" else said.kind
-        if column.name in options.features and not (kind or infer_kind(_filled(column.load().values, said.missing))):
+        if column.name in options.features and not (
+            kind or infer_kind(filled(column.load().values, said.missing), column.counts)
+        ):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
                 f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"
@@ -333,7 +341,7 @@ def apply_options(
 
 
 def as_in_schema(
-    columns: Sequence[RawColumn], schema: Schema, of_owner: Callable[[pa.Array, Owner], pa.Array]
+    columns: Sequence[RawColumn], schema: Schema, of_owner: Callable[[RawColumn, Owner], pa.Array]
 ) -> tuple[list[RawColumn], list[str]]:
     """Those of the columns that are features of a schema, as it has them, and notes on others. `of_owner` as of
     `apply_options`."""
@@ -347,7 +355,7 @@ def as_in_schema(
                 replace(
                     column,
                     owner=feature.owner,
-                    values=column.values if own else of_owner(column.load().values, feature.owner),
+                    values=column.values if own else of_owner(column, feature.owner),
                     kind=feature.kind,
                     table=feature.table,
                     columns=feature.columns,
@@ -365,7 +373,7 @@ def values_of_items(
 ) -> pa.Array:
     """The value of each item's first or last action in time that has a value; null for items without one. Actions at
     one time are in the order given."""
-    there = np.flatnonzero(as_numpy(_filled(values).is_valid()))
+    there = np.flatnonzero(as_numpy(filled(values).is_valid()))
     there = there[np.argsort(timestamps[there], kind="stable")]
     # Of several assignments to one place, the last one counts.
     there = there if which == "last" else there[::-1]
@@ -374,14 +382,14 @@ def values_of_items(
     return values.take(pa.array(rows, mask=rows < 0))
 
 
-def infer_kind(values: pa.Array) -> str | None:
-    """The kind by the rules above; None if the column is not used."""
+def infer_kind(values: pa.Array, counts: np.ndarray | None = None) -> str | None:
+    """The kind by the rules above; None if the column is not used. `counts` as of a RawColumn, but not of lists."""
     kind = values.type
     if values.null_count == len(values):
         return None
     if is_list(kind):
         if _is_integer_or_text(kind.value_type):
-            parts = _filled(values.flatten())
+            parts = filled(values.flatten())
             return "ids" if parts.null_count < len(parts) and _comes_again(parts) else None
         widths = np.unique(lengths(values)[as_numpy(values.is_valid())])
         return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
@@ -390,13 +398,13 @@ def infer_kind(values: pa.Array) -> str | None:
     if pa.types.is_boolean(kind):
         return "id"
     if pa.types.is_dictionary(kind):
-        return _infer_text(values)
-    return "id" if pa.types.is_integer(kind) and _comes_again(values) else "number"
+        return _infer_text(values, counts)
+    return "id" if pa.types.is_integer(kind) and _comes_again(values, counts) else "number"
 
 
-def _infer_text(values: pa.DictionaryArray) -> str | None:
+def _infer_text(values: pa.DictionaryArray, counts: np.ndarray | None) -> str | None:
     texts = _used(values)
-    again = _comes_again(values)
+    again = _comes_again(values, counts)
     numbers = read_numbers(texts)
     if numbers.wrong_are_exceptions:
         of_numbers = texts.filter(numbers.values.is_valid())
@@ -405,8 +413,8 @@ def _infer_text(values: pa.DictionaryArray) -> str | None:
         if len(of_numbers) and not _all_match(of_numbers, "^[0-9]+$"):
             return "number"
     if pc.any(pc.match_substring(texts, SEPARATOR)).as_py():
-        parts = _code_text_lists(values).codes
-        return "ids" if 2 * len(np.unique(parts)) <= len(parts) else None
+        parts = _code_text_lists(values)
+        return "ids" if 2 * len(np.unique(parts.codes)) <= parts.occurrences(counts).sum() else None
     return "id" if again else None
 
 
@@ -433,11 +441,22 @@ def _all_match(texts: pa.StringArray, pattern: str) -> bool:
     return pc.all(pc.match_substring_regex(texts, pattern)).as_py()
 
 
-def _comes_again(values: pa.Array) -> bool:
+def _comes_again(values: pa.Array, counts: np.ndarray | None = None) -> bool:
     """Whether a value occurs at least twice on average."""
     # Arrow's unique takes several times the memory of numpy's if all values are distinct.
     distinct = np.unique(as_numpy(_plain(values).drop_null()))
-    return 2 * len(distinct) <= len(values) - values.null_count
+    return 2 * len(distinct) <= _weighted(as_numpy(values.is_valid()), counts)
+
+
+def _weighted(which: np.ndarray, counts: np.ndarray | None) -> float:
+    """How many there are of some rows."""
+    return int(np.count_nonzero(which)) if counts is None else counts[which].sum()
+
+
+def _occurrences(codes: np.ndarray, counts: np.ndarray | None, size: int) -> np.ndarray:
+    """How often each code from 0 on occurs."""
+    weights = None if counts is None else counts[codes >= 0]
+    return np.bincount(codes[codes >= 0], weights, size).astype(np.int64)
 
 
 def _is_constant(values: pa.Array) -> bool:
@@ -449,7 +468,7 @@ def _plain(values: pa.Array) -> pa.Array:
     return values.indices if pa.types.is_dictionary(values.type) else values
 
 
-def _filled(values: pa.Array, missing: tuple[str, ...] = MISSING) -> pa.Array:
+def filled(values: pa.Array, missing: tuple[str, ...] = MISSING) -> pa.Array:
     """Text as a dictionary; null for what stands for no value; whole floats as integers."""
     values = _encoded(values)
     if pa.types.is_floating(values.type):
@@ -480,7 +499,7 @@ def _encoded(values: pa.Array) -> pa.Array:
 
 def as_lists(values: pa.Array) -> pa.Array:
     """One list a row: the parts of a text between separators, and a single value as a list of one."""
-    values = _filled(values)
+    values = filled(values)
     if is_list(values.type):
         return values
     if pa.types.is_dictionary(values.type):
@@ -492,7 +511,7 @@ def as_lists(values: pa.Array) -> pa.Array:
 
 def as_floats(values: pa.Array) -> np.ndarray:
     """float32, NaN for what is no number, is infinite or missing."""
-    values = _filled(values)
+    values = filled(values)
     if pa.types.is_dictionary(values.type):
         values, _ = _parsed(values)
     return _floats(values) if _is_scalar(values.type) else np.full(len(values), np.nan, np.float32)
@@ -507,7 +526,7 @@ def _parsed(values: pa.DictionaryArray) -> tuple[pa.Array, Numbers]:
 
 def ids_as_texts(values: pa.Array) -> pa.StringArray:
     """Ids as they are in vocabularies, null where missing."""
-    coded = _code_values(_filled(values))
+    coded = _code_values(filled(values))
     return coded.texts.take(pa.array(coded.codes, mask=coded.codes < 0))
 
 
@@ -544,9 +563,11 @@ class Codes:
     parallel: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What each value of a list has beside it, float32, by the kind's names."""
 
-    def counts(self) -> np.ndarray:
-        """How often each text occurs."""
-        return np.bincount(self.codes[self.codes >= 0], minlength=len(self.texts))
+    def occurrences(self, counts: np.ndarray | None) -> np.ndarray:
+        """How often each text occurs; `counts` as of a RawColumn."""
+        if counts is not None and self.offsets is not None:
+            counts = np.repeat(counts, np.diff(self.offsets))
+        return _occurrences(self.codes, counts, len(self.texts))
 
 
 @dataclass(frozen=True)
@@ -616,7 +637,7 @@ class _Source:
         if len(widths) != 1 or not widths[0]:
             found = ", ".join(map(str, widths[:5])) or "no"
             raise ValueError(f"feature {name} has lists of {found} numbers; a vector needs one width above 0")
-        flat = _Source(replace(self.column, values=_filled(values.flatten())), exceptions=False)
+        flat = _Source(replace(self.column, values=filled(values.flatten())), exceptions=False)
         made = np.full((len(values), int(widths[0])), np.nan, np.float32)
         made[there] = flat.numbers().reshape(-1, int(widths[0]))
         return made
@@ -641,7 +662,7 @@ def _are_whole(numbers: pa.Array) -> bool:
 
 def _code_lists(lists: pa.Array) -> Codes:
     """Missing elements are left out."""
-    flat = _code_values(_filled(lists.flatten()))
+    flat = _code_values(filled(lists.flatten()))
     there = flat.codes >= 0
     rows = np.repeat(np.arange(len(lists)), lengths(lists))
     counts = np.bincount(rows[there], minlength=len(lists))
@@ -692,9 +713,14 @@ def _floats(values: pa.Array) -> np.ndarray:
     return numbers
 
 
-def _statistics(numbers: np.ndarray) -> tuple[float, float]:
+def _statistics(numbers: np.ndarray, counts: np.ndarray | None) -> tuple[float, float]:
     """Mean and standard deviation of the values present; 0 and 1 if these are undefined."""
     there = numbers[np.isfinite(numbers)]
     if not len(there):
         return 0.0, 1.0
+    if counts is not None:
+        weights = np.broadcast_to(counts.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape)[np.isfinite(numbers)]
+        exact = there.astype(np.float64)
+        mean = float(np.average(exact, weights=weights))
+        return mean, float(np.sqrt(np.average((exact - mean) ** 2, weights=weights))) or 1.0
     return float(there.mean(dtype=np.float64)), float(there.std(dtype=np.float64)) or 1.0

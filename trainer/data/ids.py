@@ -10,7 +10,7 @@ from logitmix.trainer.data.arrow import as_numpy, is_text
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.rejects import Rejects
 
-_WHOLE = r"^(-?[0-9]+)(\.0*)?$"
+WHOLE = r"^(-?[0-9]+)(\.0*)?$"
 
 
 def exact_ids(block: TableBlock, owners: tuple[str, ...], rejects: Rejects) -> TableBlock:
@@ -41,13 +41,13 @@ def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:
         return pa.array(np.where(exact, values, 0).astype(np.int64), mask=~exact).cast(pa.string())
     if pa.types.is_decimal(kind):
         texts = column.cast(pa.string())
-        return pc.if_else(pc.match_substring_regex(texts, _WHOLE), without_zeros(texts), None)
+        return pc.if_else(pc.match_substring_regex(texts, WHOLE), without_zeros(texts), None)
     raise ValueError(f"{label}: column {name} is of type {kind}; ids must be integers or text")
 
 
 def without_zeros(texts: pa.StringArray) -> pa.StringArray:
     """12.0 as 12; all else as it is."""
-    return pc.replace_substring_regex(texts, _WHOLE, r"\1")
+    return pc.replace_substring_regex(texts, WHOLE, r"\1")
 
 
 def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray:
@@ -56,7 +56,7 @@ def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray
     zeros = ids.filter(pc.match_substring_regex(ids, r"^-?[0-9]+\.0*$"))
     if not len(zeros):
         return ids
-    if pc.all(pc.match_substring_regex(ids, _WHOLE)).as_py():
+    if pc.all(pc.match_substring_regex(ids, WHOLE)).as_py():
         rejects.say(f"column {name}: whole numbers such as {zeros[0]} are read as {without_zeros(zeros)[0]}")
         return without_zeros(ids)
     both = zeros.filter(pc.is_in(without_zeros(zeros), value_set=ids))

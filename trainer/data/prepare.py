@@ -11,12 +11,12 @@ The same source and options give the same bytes.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +42,6 @@ from logitmix.trainer.data.features import (
     make_features,
     name_features,
     read_schema,
-    values_of_items,
 )
 from logitmix.trainer.data.files import digests, plain
 from logitmix.trainer.data.matching import match
@@ -53,7 +52,7 @@ from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of
 from logitmix.trainer.data.row_numbers import LEAST, name_each_row, numbers_the_rows
 from logitmix.trainer.data.spool import Pieces, current, head, spooling, whole
 from logitmix.trainer.data.times import unit_of
-from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.data.writer import DatasetContents, finish_dataset
 
 FILTERS = ("where", "keep_duplicates", "min_item_actions", "min_user_actions", "min_feature_count")
 TITLE = "title"
@@ -61,7 +60,23 @@ WHOLE = 30
 """Bytes for each action while a further column of the actions becomes a feature."""
 
 
-def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str, Any]:
+class Engine(NamedTuple):
+    """What does the work on the actions."""
+
+    read: Callable[[PrepareOptions, Rejects, Progress], RawDataset]
+    arrange: Callable[[Actions, PrepareOptions, Collection[str], Progress], Ordered]
+
+
+def _read_source(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
+    source = source_of(options.name)
+    assert source is not None
+    return named(source.read)(options, rejects, progress)
+
+
+THIS_PROCESS = Engine(_read_source, arrange)
+
+
+def prepare(options: PrepareOptions, console: Console | None = None, engine: Engine = THIS_PROCESS) -> dict[str, Any]:
     """Writes the dataset at `options.directory` and returns the content of its dataset.json.
 
     Progress and malformed lines go to `console` (standard error).
@@ -80,7 +95,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
             _check_out(out, options.overwrite)
         with whole_directory(out) as staging:
             if before is None:
-                description = _prepare(staging, options, console)
+                description = _prepare(staging, options, console, engine)
             else:
                 description = _append(before, staging, options, console)
         push(out)
@@ -92,7 +107,7 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
     later = staging / "later"
     known, schema = read_for_appending(before)
     later.mkdir()
-    _prepare(later, replace(options, append="", min_user_actions=0), console, schema)
+    _prepare(later, replace(options, append="", min_user_actions=0), console, THIS_PROCESS, schema)
     description, notes = append(before, known, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
@@ -109,14 +124,16 @@ def _check_files(options: PrepareOptions) -> None:
             raise ValueError(f"no file at {path}; --{setting} must name one")
 
 
-def _prepare(directory: Path, options: PrepareOptions, console: Console, known: Schema | None = None) -> dict[str, Any]:
+def _prepare(
+    directory: Path, options: PrepareOptions, console: Console, engine: Engine, known: Schema | None = None
+) -> dict[str, Any]:
     """Fills the directory. With the features of a schema that is `known`, if there is one, and no others."""
     said, out = read_schema(options.schema), options.directory
     with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
         try:
             with spooling(out, options.bytes_of_memory), _progress(console) as progress:
-                raw = _read(options, rejects, progress)
-                return _write(directory, options, said, raw, rejects, console, progress, known)
+                raw = _read(options, rejects, progress, engine)
+                return _write(directory, options, said, raw, rejects, console, progress, engine, known)
         except TooManyRejects as error:
             rejects.close()
             kept = out.with_name(out.name + ".rejects.tsv")
@@ -146,10 +163,8 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise ValueError(f"{out} exists and is not only a dataset; choose another --out")
 
 
-def _read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
-    source = source_of(options.name)
-    assert source is not None
-    raw: RawDataset = named(source.read)(options, rejects, progress)
+def _read(options: PrepareOptions, rejects: Rejects, progress: Progress, engine: Engine) -> RawDataset:
+    raw = engine.read(options, rejects, progress)
     if not len(raw.actions.users) and not rejects.count:
         raise ValueError(f"{raw.source}: holds no actions; is it the right file?")
     rejects.finish()
@@ -167,6 +182,7 @@ def _write(
     rejects: Rejects,
     console: Console,
     progress: Progress,
+    engine: Engine,
     known: Schema | None,
 ) -> dict[str, Any]:
     read = raw.actions.counts()
@@ -175,7 +191,7 @@ def _write(
         if path := getattr(options, setting):
             origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
     read_ids = {"items": raw.actions.item_ids, "users": raw.actions.user_ids}
-    ordered = arrange(raw.actions, options, _leave_out_row_numbers(raw), progress)
+    ordered = engine.arrange(raw.actions, options, _leave_out_row_numbers(raw), progress)
     spool = current()
     if raw.actions.columns and spool.in_files and WHOLE * len(ordered.items) > spool.budget:
         tell(
@@ -199,10 +215,12 @@ def _write(
         made.vocabularies,
     )
     with naming(options.directory):
-        description = write_dataset(
+        counted = ordered.write(directory, contents)
+        description = finish_dataset(
             directory,
             contents,
             options.name,
+            counted,
             filters={name: getattr(options, name) for name in FILTERS}
             | {"where": list(options.where), "removed": ordered.removed},
             read=read,
@@ -285,20 +303,24 @@ def _features(
     given: dict[Owner, Mapping[str, Any]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
     given["event"] = {name: partial(ordered.column, name) for name in raw.actions.columns}
 
-    def of_owner(values: pa.Array, owner: Owner) -> pa.Array:
-        if owner == "user":
-            # Any later action may be the held-out target, so only the first one counts, even if it has no value.
-            return values.take(pa.array(ordered.offsets[:-1]))
-        return values_of_items(values, ordered.items[:], ordered.timestamps[:], len(ordered.item_ids), "first")
+    def of_owner(column: RawColumn, owner: Owner) -> pa.Array:
+        (name,) = column.values.args
+        # Any later action of a user may be the held-out target, so only the first one counts, even if it has no value.
+        return ordered.of_users(name) if owner == "user" else ordered.of_items(name, "first")
+
+    def names_each_row(column: RawColumn) -> bool:
+        if column.owner == "event":
+            return ordered.names_each_row(column.name)
+        return name_each_row(column.name, column.values)
 
     tables: Mapping[Owner, SideTable | Actions] = {"item": raw.items, "user": raw.users, "event": raw.actions}
     found = []
     for owner, of in given.items():
         kinds = {**raw.kinds, **tables[owner].kinds}
-        times = ordered.timestamps if owner == "event" else None
         for name, values in of.items():
-            column = RawColumn(name, owner, values, kinds.get(name))
-            infer = kinds[name] is not None if name in kinds else not name_each_row(name, column.load().values, times)
+            counts = ordered.counts(name) if owner == "event" else None
+            column = RawColumn(name, owner, values, kinds.get(name), counts=counts)
+            infer = kinds[name] is not None if name in kinds else not names_each_row(column)
             found.append(replace(column, infer=infer))
     chosen, notes = apply_options(name_features(found), said, options.schema, of_owner), list[str]()
     if known:
@@ -325,9 +347,8 @@ def _titles(
     known = [titles_of("items", of_items)] if of_items is not None else []
     if name in of_actions:
         # As text only once there is one for each item: the texts of all actions may take far more than these do.
-        titles = ordered.column(name)
+        last = ordered.of_items(name, "last")
         del of_actions[name]
-        last = values_of_items(titles, ordered.items[:], ordered.timestamps[:], len(ordered.item_ids), "last")
         known.append(titles_of("actions", last))
     return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
 

@@ -15,6 +15,15 @@ from the second one on, it says what is impossible where it does."""
 def repeated_targets(offsets: np.ndarray, items: np.ndarray | Pieces) -> dict[str, float]:
     """Share of the users with more than 2 actions whose held-out item (the last for test, the one before it for
     validation) is among their actions before it. User u's items are items[offsets[u] : offsets[u + 1]]."""
+    return shares(*count_repeats(offsets, items))
+
+
+def shares(users: int, repeated: Mapping[str, int]) -> dict[str, float]:
+    return {split: count / max(1, users) for split, count in repeated.items()}
+
+
+def count_repeats(offsets: np.ndarray, items: np.ndarray | Pieces) -> tuple[int, dict[str, int]]:
+    """How many users these are, of how many."""
     users, repeated = 0, {"validation": 0, "test": 0}
     for _, bounds in user_blocks(offsets):
         lengths = np.diff(bounds)
@@ -26,7 +35,7 @@ def repeated_targets(offsets: np.ndarray, items: np.ndarray | Pieces) -> dict[st
             before = np.arange(bounds[0], bounds[-1]) < target[of_user]
             same = actions == actions[(target - bounds[0])[of_user]]
             repeated[split] += len(np.unique(of_user[before & same & (lengths > 2)[of_user]]))
-    return {split: count / max(1, users) for split, count in repeated.items()}
+    return users, repeated
 
 
 def are_common(repeated: Mapping[str, float]) -> bool:

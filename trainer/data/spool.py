@@ -72,14 +72,18 @@ class Spool:
                 self._held.clear()
         return kept
 
-    def open(self) -> io.FileIO:
-        """A new file."""
+    def place(self) -> Path:
+        """The folder, made if need be."""
         assert self.folder is not None
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
             self._stack.enter_context(held_alone(self.folder))
+        return self.folder
+
+    def open(self) -> io.FileIO:
+        """A new file."""
         self._files += 1
-        return self._stack.enter_context(io.FileIO(self.folder / str(self._files), "x+"))
+        return self._stack.enter_context(io.FileIO(self.place() / str(self._files), "x+"))
 
     def close(self) -> None:
         """Removes the files."""

@@ -115,7 +115,7 @@ class Clock:
                     '--time-format, such as "%d/%m/%Y %H:%M"'
                 )
             return partial(_decided, day_first="day first" in seen)
-        if set(seen) == {"number"} and _are_digits(pieces()):
+        if set(seen) == {"number"} and are_digits(pieces()):
             seen["digits"] = seen.pop("number")
             return _of_digits
         return None
@@ -270,11 +270,16 @@ def unit_of(times: np.ndarray | Iterable[np.ndarray], examples: Mapping[str, str
             if fit.any():
                 counts[unit] += int(np.count_nonzero(fit))
                 first.setdefault(unit, values[np.argmax(fit)])
+    return unit_of_counts(counts, above, {**first, **examples})
+
+
+def unit_of_counts(counts: Mapping[str, int], above: int, examples: Mapping[str, Any]) -> str:
+    """The same of how many times may be in each unit, and are above 0."""
     units = [unit for unit, count in counts.items() if count]
     if not units or sum(counts.values()) < COMMON * above:
         return ""
     if len(units) > 1:
-        found = [f"{UNIT_NAMES[unit]} ({examples.get(unit) or first[unit]})" for unit in units[:2]]
+        found = [f"{UNIT_NAMES[unit]} ({examples[unit]})" for unit in units[:2]]
         raise ValueError(f"some times are in {found[0]} and others in {found[1]}; write all in one unit")
     return units[0]
 
@@ -288,9 +293,14 @@ def note_units(examples: dict[str, str], label: str, numbers: np.ndarray, values
             examples[unit] = f"{label}:{numbers[row]}: {values[row]}"
 
 
+def window(unit: str) -> tuple[int, int]:
+    """The first time of 1980 and of 2100 in a unit."""
+    return WINDOW[0] * UNITS[unit], WINDOW[1] * UNITS[unit]
+
+
 def within(values: np.ndarray, unit: str) -> np.ndarray:
     """Which of the times are between 1980 and 2100 if they are in this unit."""
-    first, end = (edge * UNITS[unit] for edge in WINDOW)
+    first, end = window(unit)
     return (values >= first) & (values < end)
 
 
@@ -306,7 +316,7 @@ def _of_digits(values: np.ndarray) -> np.ndarray:
     return seconds
 
 
-def _are_digits(pieces: Iterable[np.ndarray]) -> bool:
+def are_digits(pieces: Iterable[np.ndarray]) -> bool:
     """Whether all are such dates of one form."""
     forms = set()
     for values in pieces:

@@ -52,12 +52,36 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; returns its content. A
     rejects.tsv may be there already."""
-    schema = contents.schema or Schema.of_ids(len(contents.item_ids))
-    users = len(contents.offsets) - 1
+    return finish_dataset(directory, contents, name, write_sequences(directory, contents, users_per_file), **entries)
+
+
+def write_sequences(directory: Path, contents: DatasetContents, users_per_file: int = USERS_PER_FILE) -> dict[str, Any]:
+    """Writes sequences/; returns the entries of dataset.json that are counted of them."""
     (directory / "sequences").mkdir(parents=True)
+    users = len(contents.offsets) - 1
     for part, start in enumerate(range(0, users, users_per_file)):
-        table = _sequences(contents, schema, start, min(start + users_per_file, users))
-        pq.write_table(table, directory / "sequences" / f"part-{part:05d}.parquet")
+        write_part(directory, part, contents, start, min(start + users_per_file, users))
+    return {
+        "actions": len(contents.items),
+        "repeated_targets": repeated_targets(contents.offsets, contents.items),
+        "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
+    }
+
+
+def write_part(
+    directory: Path, part: int, contents: DatasetContents, start: int, stop: int, first_user: int = 0
+) -> None:
+    """Writes a file of sequences/. `contents` begin with this user."""
+    schema = contents.schema or Schema.of_ids(len(contents.item_ids))
+    table = _sequences(contents, schema, start, stop, first_user)
+    pq.write_table(table, directory / "sequences" / f"part-{part:05d}.parquet")
+
+
+def finish_dataset(
+    directory: Path, contents: DatasetContents, name: str, counted: Mapping[str, Any], **entries: Any
+) -> dict[str, Any]:
+    """Writes the rest of a dataset whose sequences/ are there; `counted` as `write_sequences` returns it."""
+    schema, users = contents.schema or Schema.of_ids(len(contents.item_ids)), len(contents.offsets) - 1
     pq.write_table(_items(contents, schema), directory / "items.parquet")
     if contents.vocabularies:
         (directory / "vocabularies").mkdir()
@@ -67,10 +91,9 @@ def write_dataset(
         "name": name,
         "users": users,
         "items": len(contents.item_ids),
-        "actions": len(contents.items),
+        "actions": counted["actions"],
         "schema": schema.to_mapping(),
-        "repeated_targets": repeated_targets(contents.offsets, contents.items),
-        "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
+        **counted,
         **entries,
         **({"plugins": needed} if (needed := schema.plugins()) else {}),
         "files": entries_of(directory, sorted(directory.rglob("*"))),
@@ -81,6 +104,12 @@ def write_dataset(
 
 def last_actions(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) -> dict[str, int]:
     """Number of actions if each user has the last `count` alone, and of the items among them."""
+    actions, there = find_last(offsets, items, count)
+    return {"actions": actions, "items": int(np.count_nonzero(there))}
+
+
+def find_last(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) -> tuple[int, np.ndarray]:
+    """The same, and which items these are, as far as the largest one: bool."""
     actions, there = 0, np.zeros(0, bool)
     for _, bounds in user_blocks(offsets):
         lengths = np.minimum(np.diff(bounds), count)
@@ -91,10 +120,10 @@ def last_actions(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) ->
         if len(found):
             there = np.append(there, np.zeros(max(0, int(found.max()) + 1 - len(there)), bool))
             there[found] = True
-    return {"actions": actions, "items": int(np.count_nonzero(there))}
+    return actions, there
 
 
-def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int) -> pa.Table:
+def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int, first_user: int) -> pa.Table:
     bounds = contents.offsets[start : stop + 1]
     first, last = int(bounds[0]), int(bounds[-1])
     starts = pa.array(bounds - first, pa.int32())
@@ -103,7 +132,7 @@ def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int)
         return pa.ListArray.from_arrays(starts, values)
 
     columns = {
-        "user_index": pa.array(np.arange(start, stop), pa.int64()),
+        "user_index": pa.array(first_user + np.arange(start, stop), pa.int64()),
         "item_indices": lists(pa.array(contents.items[first:last], pa.int64())),
         "timestamps": lists(pa.array(contents.timestamps[first:last], pa.int64())),
     }

@@ -6,7 +6,7 @@ the actions of one time. Columns of the actions other than user, item and time b
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -72,7 +72,24 @@ def _found(name: str, header: list[str]) -> str | None:
     return next((each for each in names if each in header), None)
 
 
-def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
+@dataclass(frozen=True)
+class Table:
+    """How a table of actions is to be read."""
+
+    files: list[InputFile]
+    names: ColumnNames
+    csv: CsvOptions
+    joins: Joins
+    time_format: str
+
+
+def read(
+    options: PrepareOptions,
+    rejects: Rejects,
+    progress: Progress,
+    gathered: Callable[[Table, Rejects], Actions] | None = None,
+) -> RawDataset:
+    """`gathered`: what reads the actions, if not this process."""
     source = find_source(options, progress, reason="is a format, not one data set")
     files = _parts(source, "--source", rejects)
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
@@ -80,11 +97,14 @@ def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDa
     csv = CsvOptions(options.delimiter.replace("\\t", "\t"), columns, options.quote)
     lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), rejects)
     clock, joins = Clock(options.time_format), joins_of(read_schema(options.schema))
-    actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins))
-    _settle_times(actions, clock, names.timestamp, rejects)
-    actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
-    actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
-    lists.say()
+    if gathered:
+        actions = gathered(Table(files, names, csv, joins, options.time_format), rejects)
+    else:
+        actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins))
+        _settle_times(actions, clock, names.timestamp, rejects)
+        actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
+        actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
+        lists.say()
     csv = replace(csv, columns=())
     items, users = (
         read_side(path, flag, column, rejects, progress, csv, known, joins)
