@@ -1,0 +1,166 @@
+"""The weekly job of a shop beside `implicit`: hit rates of known and of new items, and the time for all users.
+
+    logitmix prepare demo-shop --out data/shop
+    logitmix train auto --data.path data/shop --data.targets "event = purchase" --model.features all --run runs/shop
+    pip install implicit==0.7.3
+    python -m benchmarks.shop runs/shop
+
+Every method has the run's training actions, ranks by its rules and is asked for the same purchases. `implicit` is
+fitted to purchases alone and to all actions, which its models do not tell apart; ALS has 64 factors. New items are
+those that came in the last four weeks. Seconds are CPU seconds of one thread: to fit, without the run's training, and
+to write the 100 best items of every user.
+"""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+from scipy.sparse import csr_matrix
+
+from benchmarks.measure import logitmix, machine
+from logitmix.comm.process_group import process_group
+from logitmix.common.storage import fetch_run
+from logitmix.trainer.data.batches import HeldOut, RankingUsers
+from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.evaluation.baselines import Score, popularity, rank_targets, target_counts
+from logitmix.trainer.evaluation.evaluate import Evaluation
+from logitmix.trainer.run.folder import read_config
+from logitmix.trainer.run.results import read_ranks
+
+CUTOFFS = (10, 100, 500)
+NEW = 28 * 86_400
+FACTORS = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    run: tyro.conf.Positional[Path]
+    """Run on demo-shop."""
+    json: bool = False
+    """Print JSON."""
+
+
+def main(options: Options) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config = read_config(fetch_run(str(options.run)))
+    dataset = load_dataset(config.data.path)
+    with process_group("cpu", 60) as ranks:
+        evaluation = Evaluation(config, dataset, ranks)
+    users = evaluation.users("test")
+    is_new = _first_times(dataset)[users.target] > dataset.timestamps_flat.max() - NEW
+    rows: list[dict[str, Any]] = []
+
+    def add(method: str, rank_U: np.ndarray, fit: float | None, all_users: float | None) -> None:
+        parts = {"all": rank_U, "known": rank_U[~is_new], "new": rank_U[is_new]}
+        rates = {f"{name} hr@{k}": float((of <= k).mean()) for name, of in parts.items() for k in CUTOFFS}
+        rows.append({"method": method, **rates, "fit_s": fit, "all_users_s": all_users})
+
+    def rank(score: Score) -> np.ndarray:
+        return rank_targets(score, users, dataset.num_items, evaluation.exclude_history)
+
+    add("logitmix", read_ranks(options.run), None, _recommended(options.run))
+    add("popularity", rank(popularity(target_counts(dataset, evaluation.held_out))), None, None)
+    for purchases in (True, False):
+        what = "purchases" if purchases else "all actions"
+        history = Histories(dataset, evaluation.held_out, purchases)
+        for name, make in (("ALS", _als), ("BM25", _bm25)):
+            score, fit, all_users = make(history)
+            add(f"implicit {name}, {what}", rank(score), fit, all_users)
+    about = {"users": len(users), "of new items": int(is_new.sum()), "machine": machine()}
+    if options.json:
+        print(json.dumps({**about, "rows": rows}))
+        return
+    table = Table(*rows[0], title=", ".join(f"{name}: {value}" for name, value in about.items()))
+    for row in rows:
+        table.add_row(*("" if of is None else f"{of:.4f}" if isinstance(of, float) else of for of in row.values()))
+    Console(width=200).print(table)
+
+
+@dataclass(frozen=True)
+class Histories:
+    """What `implicit` sees of users: how often they took each item."""
+
+    dataset: Dataset
+    held_out: HeldOut
+    purchases: bool
+    """Whether actions that may not be targets are left out."""
+
+    def training(self) -> csr_matrix:
+        lengths = np.maximum(self.held_out.train_end - self.dataset.offsets[:-1], 0)
+        return self._matrix(self.dataset.offsets[:-1], lengths)
+
+    def before(self, users: RankingUsers) -> csr_matrix:
+        return self._matrix(users.first, users.seen_lengths)
+
+    def _matrix(self, first_U: np.ndarray, length_U: np.ndarray) -> csr_matrix:
+        place_A, user_A = ranges(first_U, length_U), np.repeat(np.arange(len(first_U)), length_U)
+        if self.purchases and self.held_out.places is not None:
+            kept = np.isin(place_A, self.held_out.places)
+            place_A, user_A = place_A[kept], user_A[kept]
+        values = np.ones(len(place_A), np.float32)
+        shape = (len(first_U), self.dataset.num_items)
+        return csr_matrix((values, (user_A, self.dataset.items_flat[place_A])), shape)
+
+
+def _als(history: Histories) -> tuple[Score, float, float]:
+    from implicit.als import AlternatingLeastSquares
+
+    model = AlternatingLeastSquares(FACTORS, random_state=0, num_threads=1)
+    fit, all_users = _fitted(model, history)
+
+    def score(users: RankingUsers) -> np.ndarray:
+        factors = model.recalculate_user(np.arange(len(users)), history.before(users))
+        return (np.asarray(factors) @ model.item_factors.T).astype(np.float64)
+
+    return score, fit, all_users
+
+
+def _bm25(history: Histories) -> tuple[Score, float, float]:
+    from implicit.nearest_neighbours import BM25Recommender
+
+    model = BM25Recommender(K=100, num_threads=1)
+    fit, all_users = _fitted(model, history)
+    return lambda users: (history.before(users) @ model.similarity).toarray().astype(np.float64), fit, all_users
+
+
+def _fitted(model: Any, history: Histories) -> tuple[float, float]:
+    matrix = history.training()
+    fit = _cpu(lambda: model.fit(matrix, show_progress=False))
+    return fit, _cpu(lambda: model.recommend(np.arange(matrix.shape[0]), matrix, N=100))
+
+
+def _recommended(run: Path) -> float:
+    """Of the whole command, its start included."""
+    with TemporaryDirectory() as folder:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        logitmix("recommend", str(run), "--out", f"{folder}/all.parquet", "-k", "100", "--threads", "1")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _cpu(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def _first_times(dataset: Dataset) -> np.ndarray:
+    """When each item was first taken [X]."""
+    first_X = np.full(dataset.num_items, np.iinfo(np.int64).max)
+    np.minimum.at(first_X, dataset.items_flat[:], dataset.timestamps_flat[:])
+    return first_X
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
