@@ -32,7 +32,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Table of the items that may be recommended (CSV, JSON lines or Parquet), such as what is in stock; all when left
     empty."""
     where: str = ""
-    """A condition on its columns: "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
+    """A condition on its columns, or on the dataset's features of items if there is no table:
+    "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None

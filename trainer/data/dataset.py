@@ -96,7 +96,7 @@ import pyarrow.parquet as pq
 from logitmix.common.checked import fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
-from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
     ITEM_COLUMNS,
@@ -234,6 +234,15 @@ class Dataset:
         """The values of a table of features by row as an Arrow column, null for unknown. Read at each call."""
         values = pa.chunked_array(stored_values(self.path, self.schema, table), pa.large_string())
         return pc.if_else(pc.equal(values, ""), None, values)
+
+    def single_values(self, feature: Feature) -> pa.Array:
+        """The values of a feature of items or actions that has one for each, as they were read: text, or numbers, of
+        which a missing one is the mean."""
+        values = {"item": self.item_features, "event": self.event_features}[feature.owner][feature.name].values
+        if not feature.sparse:
+            return pa.array(values)
+        vocabulary = self.vocabulary_column(feature.table).combine_chunks()
+        return pa.DictionaryArray.from_arrays(pa.array(values), vocabulary)
 
 
 def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:

@@ -89,10 +89,7 @@ def target_weights(dataset: Dataset, name: str, places: Ints | None) -> NDArray[
 
 def _values(dataset: Dataset, name: str, what: str) -> pa.Array:
     """A feature of the actions, as `holds` takes it; `what` names the setting."""
-    values, feature = dataset.event_features[name].values, next(f for f in dataset.schema.of("event") if f.name == name)
+    feature = next(of for of in dataset.schema.of("event") if of.name == name)
     if feature.form.bag or feature.form.wide:
         raise ValueError(f"{what}: {name} has several values for an action")
-    if not feature.sparse:
-        return pa.array(values)
-    vocabulary = dataset.vocabulary_column(feature.table).combine_chunks()
-    return pa.DictionaryArray.from_arrays(pa.array(values), vocabulary)
+    return dataset.single_values(feature)

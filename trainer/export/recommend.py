@@ -73,7 +73,7 @@ class Asked:
     items: str = ""
     """Table of the items that may be recommended; all without it."""
     where: str = ""
-    """A condition on its columns (trainer/data/expression.py)."""
+    """A condition on its columns, without it on the dataset's features of items (trainer/data/expression.py)."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
@@ -82,9 +82,8 @@ class Asked:
             )
         if self.users and self.similar_items:
             raise ValueError("--users has no place beside --similar-items, which asks for all items; leave it out")
-
-        if self.where and not self.items:
-            raise ValueError("--where is on the columns of a table of items: give it with --items FILE")
+        if self.where and not self.items and self.similar_items and not self.data:
+            raise ValueError("--where is on the columns of a table or a dataset: give --items FILE or --data.path DIR")
 
     @property
     def parts(self) -> Path:
@@ -117,7 +116,12 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     dataset = None if asked.similar_items else load_dataset(asked.data)
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
-    only = _only(asked, retriever, tell) if asked.items else None
+    try:
+        only = _only(asked, retriever, tell) if asked.items or asked.where else None
+    except ValueError:
+        if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
+            shutil.rmtree(asked.parts, ignore_errors=True)
+        raise
     job = {
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
@@ -201,20 +205,30 @@ def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
 
 
 def _only(asked: Asked, retriever: Retriever, tell: Callable[[str], None]) -> NDArray[np.bool_]:
-    """Which items of the export [X] are in the table and fulfill the condition. ValueError if there are none."""
-    table = read_items(asked.items, "item", {})
-    ids = table.ids.to_pylist()
-    if line := table.contradictions(Path(asked.items).name):
-        tell(line)
+    """Which items of the export [X] are in the table, or the dataset, and fulfill the condition. ValueError if there
+    are none."""
+    place, columns = asked.items or asked.data, {}
+    if asked.items:
+        table = read_items(asked.items, "item", {})
+        ids, columns = table.ids.to_pylist(), table.columns
+        if line := table.contradictions(Path(asked.items).name):
+            tell(line)
+    else:
+        dataset = load_dataset(asked.data)
+        ids = dataset.raw_id_column().to_pylist()
+        features = dataset.schema.of("item")
+        columns = {of.name: dataset.single_values(of) for of in features if not (of.form.bag or of.form.wide)}
+        if not columns:
+            raise ValueError(f"--where needs features of items, and {place} has none; give --items FILE")
     place_N = np.array(retriever.raw_ids.places(ids), np.int64)
     if len(absent := (place_N == ABSENT).nonzero()[0]):
-        of = f"{len(absent):,} of {len(ids):,} items in {asked.items} are not in the export"
+        of = f"{len(absent):,} of {len(ids):,} items in {place} are not in the export"
         tell(f"{of}, such as {ids[int(absent[0])]!r}")
-    held_N = matches(asked.where, table.columns, len(ids)) if asked.where else np.ones(len(ids), bool)
+    held_N = matches(asked.where, columns, len(ids)) if asked.where else np.ones(len(ids), bool)
     only = np.zeros(retriever.num_items, bool)
     only[place_N[held_N & (place_N != ABSENT)]] = True
     if not only.any():
-        raise ValueError(f"no item of the export is in {asked.items}" + (f" with {asked.where}" if asked.where else ""))
+        raise ValueError(f"no item of the export is in {place}" + (f" with {asked.where}" if asked.where else ""))
     tell(f"{int(only.sum()):,} of {retriever.num_items:,} items may be recommended")
     return only
 

@@ -445,6 +445,26 @@ def test_only_items_of_a_table_are_recommended(
         api.recommend(tmp_path / "served", tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
 
 
+def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
+    run: Path, dataset: Dataset, tmp_path: Path
+) -> None:
+    """On features with one value for each item, as they were read."""
+    export(run, tmp_path / "served")
+    records = [item_record(dataset, item) for item in range(ITEMS)]
+    brand, least = records[0]["brand"], float(np.median([of["price"] for of in records]))
+    allowed = [
+        name
+        for name, of in zip(dataset.raw_ids(), records, strict=True)
+        if of["brand"] == brand or (of["price"] >= least and of["brand"] is not None)
+    ]
+    assert 0 < len(allowed) < ITEMS
+    where = f"brand = '{brand}' or (price >= {least} and not brand is null)"
+    api.recommend(tmp_path / "served", tmp_path / "some.csv", run.parent / "data", 5, where=where)
+    requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
+    expected = Retriever.load(tmp_path / "served").recommend(requests, 5)
+    require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
+
+
 def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """From its parts, if nothing else differs; the bytes are the same."""
     monkeypatch.setattr(recommend_module, "BLOCK", 16)
@@ -490,9 +510,10 @@ def test_recommend_refuses_what_it_cannot_do(run: Path, tmp_path: Path) -> None:
         ("none of the 1 users in .* is in .*, such as 'nobody'", {"users": tmp_path / "users.txt"}),
         ("no file at missing; --users must name one", {"users": "missing"}),
         ("--users has no place beside --similar-items", {"users": "x", "similar_items": True}),
-        ("--where is on the columns of a table of items", {"where": "a = 1"}),
+        ("--where is on the columns of a table or a dat", {"where": "a = 1", "similar_items": True, "data": ""}),
+        ("no column 'a'; there are: ", {"where": "a = 1"}),
         ("k is 0; it must be at least 1", {"k": 0}),
     ):
         with pytest.raises(ValueError, match=said):
             api.recommend(tmp_path / "served", **{"out": tmp_path / "x.csv", "data": run.parent / "data", **given})
-    assert not (tmp_path / "x.csv").exists()
+    assert not list(tmp_path.glob("x.csv*"))
