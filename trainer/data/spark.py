@@ -23,13 +23,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tyro
-from pyspark import StorageLevel
-from pyspark.sql import Column as SparkColumn
-from pyspark.sql import DataFrame, SparkSession, Window
-from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import from_arrow_schema
 from rich.console import Console
 from rich.progress import Progress
+
+try:
+    from pyspark import StorageLevel
+    from pyspark.sql import Column as SparkColumn
+    from pyspark.sql import DataFrame, SparkSession, Window
+    from pyspark.sql import functions as F
+    from pyspark.sql.pandas.types import from_arrow_schema
+except ModuleNotFoundError as _error:
+    raise SystemExit(f"logitmix: a Spark job needs {_error.name}: pip install 'logitmix[spark]'") from None
 
 from logitmix.modules.schema import Schema
 from logitmix.trainer.data.arrange import (

@@ -1,0 +1,114 @@
+"""Candidates of faiss indexes instead of stage 1's own scan: how many of the exact ones they find, and in what time.
+
+    logitmix export RUN --out DIR --faiss --faiss-hnsw --faiss-ivfpq
+    python -m benchmarks.engines DIR [--kept 1000] [--queries 200]
+
+Exact are the `--kept` largest products of FP32 vectors of the h-indexer. Recall is the share of them that an engine
+finds; of the best 10, the share that stage 2 then still answers with, of what it makes of the exact candidates.
+Queries are histories of 20 random items. CPU time is that of a query, of one thread, 8 queries at once.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.measure import machine
+from logitmix.modules.stage1 import hindexer_topk
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
+
+AT_ONCE, HISTORY, K = 8, 20, 10
+PROBES, VIEWS = (8, 32, 128), (1000, 2000, 4000)
+"""Lists of an IVF that are searched, and items that a search in an HNSW graph keeps in view."""
+
+Search = Callable[[Tensor], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Options:
+    directory: tyro.conf.Positional[str]
+    """Serving directory with indexes of faiss."""
+    kept: int = 1000
+    queries: int = 200
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    retriever, random = Retriever.load(options.directory), Random(0)
+    ids = retriever.raw_ids
+    asked: list[Request] = [
+        {"history": [ids[random.randrange(len(ids))] for _ in range(HISTORY)]} for _ in range(options.queries)
+    ]
+    query_BH = retriever.query_sides(asked)["hindexer.0"]
+    rows: list[dict[str, Any]] = []
+    exact: np.ndarray | None = None
+    best: list[set[str]] = []
+    for name, megabytes, search in _engines(Path(options.directory), retriever, options.kept):
+        start, found = time.process_time(), []
+        for part_BH in query_BH.split(AT_ONCE):
+            found.append(search(part_BH))
+        taken, items = time.process_time() - start, np.concatenate(found)
+        ranked = [
+            {row["id"] for row in retriever.recommend([{**of, "allowed": [ids[int(i)] for i in row if i >= 0]}], K)[0]}
+            for of, row in zip(asked, items, strict=True)
+        ]
+        if exact is None:
+            exact, best = items, ranked
+        shared = [len(set(a) & set(b)) for a, b in zip(items.tolist(), exact.tolist(), strict=True)]
+        rows.append(
+            {
+                "engine": name,
+                "mb": megabytes,
+                "cpu_ms": taken / options.queries * 1000,
+                "recall": sum(shared) / exact.size,
+                "best": sum(len(a & b) for a, b in zip(ranked, best, strict=True)) / sum(map(len, best)),
+            }
+        )
+    setting = f"{len(ids):,} items, {options.kept:,} kept; {machine()}"
+    table = Table("engine", "MB", "CPU ms", f"recall@{options.kept}", f"of the best {K}", title=setting)
+    for row in rows:
+        figures = (f"{row['mb']:.1f}", f"{row['cpu_ms']:.2f}", f"{row['recall']:.4f}", f"{row['best']:.4f}")
+        table.add_row(row["engine"], *figures)
+    Console(width=120).print(table)
+
+
+def _engines(directory: Path, retriever: Retriever, kept: int) -> list[tuple[str, float, Search]]:
+    """Names, sizes and searches; the exact one first."""
+
+    def of_faiss(index: Any) -> Search:
+        return lambda query_BH: index.search(query_BH.numpy(), kept)[1]
+
+    def read(end: str) -> tuple[Any, float]:
+        file = directory / f"hindexer{end}.faiss"
+        return faiss.read_index(str(file)), file.stat().st_size / 1e6
+
+    flat, size = read("")
+    found: list[tuple[str, float, Search]] = [("faiss flat", size, of_faiss(flat))]
+    ((_, corpus),) = retriever._ranker.corpora
+    scan: Search = lambda query_BH: hindexer_topk(query_BH, corpus, kept).items_BK.numpy()  # noqa: E731
+    found.append(("hindexer_topk, INT8", corpus.blocks.numel() / 1e6, scan))
+    for view in VIEWS:
+        graph, size = read("-hnsw")
+        graph.hnsw.efSearch = view
+        found.append((f"faiss HNSW32, ef {view}", size, of_faiss(graph)))
+    for probes in PROBES:
+        lists, size = read("-ivfpq")
+        lists.nprobe = min(probes, lists.nlist)
+        found.append((f"faiss IVF{lists.nlist},PQ{lists.pq.M}, {lists.nprobe} lists", size, of_faiss(lists)))
+    return found
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
