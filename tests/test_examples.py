@@ -1,13 +1,17 @@
 """The scripts in examples/ run as their first lines say, and so does the code of docs/pieces.md."""
 
 import re
+import subprocess
 from functools import partial
 from pathlib import Path
 from runpy import run_path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from two_ranks import said
+
+from logitmix.trainer.data.dataset import load_dataset
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -58,3 +62,15 @@ def test_shop_recommends_from_the_aisle_of_the_last_purchase(tmp_path: Path) -> 
     assert hit_rate is not None
     assert float(hit_rate[1]) > 0.5  # 0.09 by chance
     assert len(re.findall(r"^\d soap-\d+ ", shown, re.MULTILINE)) == 5
+
+
+@pytest.mark.slow
+def test_the_weekly_job_of_a_shop_recommends_what_is_in_stock_to_everyone(tmp_path: Path) -> None:
+    words = ["sh", str(EXAMPLES / "weekly_shop.sh"), str(tmp_path / "shop"), "--train.epochs", "1"]
+    subprocess.run(words, cwd=ROOT, check=True, timeout=1_000, capture_output=True)
+    dataset = load_dataset(tmp_path / "shop/data")
+    (in_stock,) = (of for of in dataset.schema.of("item") if of.name == "in_stock")
+    stock = dict(zip(dataset.raw_ids(), dataset.single_values(in_stock).to_pylist(), strict=True))
+    found = pq.read_table(tmp_path / "shop/recommended.parquet")
+    assert {stock[item] for item in found["item"].unique().to_pylist()} == {"yes"}
+    assert len(found["user"].unique()) == dataset.num_users and len(found) == 100 * dataset.num_users
