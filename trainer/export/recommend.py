@@ -391,7 +391,8 @@ def _of_one(retriever: Retriever, items: list[int], user: Mapping[str, Values]) 
 
 
 def _unknown(retriever: Retriever, owner: Owner, count: int) -> dict[str, Values]:
-    return retriever.features.read(owner, [{}] * count, [""] * count)
+    zero_R = torch.zeros(count, dtype=torch.int64)
+    return {name: of.take(zero_R) for name, of in retriever.features.read(owner, [{}], [""]).items()}
 
 
 def as_arrow(texts: Texts) -> pa.Array:
