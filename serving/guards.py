@@ -56,8 +56,10 @@ def read_token(file: Path) -> str:
     """The token in a file, whose last line end is not part of it. ValueError if there is none that is safe to use."""
     try:
         token = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--token-file {file} cannot be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--token-file {file} cannot be read: {error.strerror}") from None
+    except UnicodeError:
+        token = ""
     if len(token) < LEAST_TOKEN or not re.fullmatch(r"[!-~]+", token):
         raise ValueError(
             f"--token-file {file} must hold one token of at least {LEAST_TOKEN} characters without spaces; make one "

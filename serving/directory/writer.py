@@ -130,6 +130,8 @@ def roll_back(out: Path, to: int | None = None) -> dict[str, Any]:
     with in_turn(out):
         clean_up(out)
         there = former(out)
+        if not out.exists():
+            raise ValueError(f"no serving directory at {out}")
         if not there:
             raise ValueError(f"{out} has no former exports; export --overwrite --keep 2 keeps the last two")
         number = min(there) if to is None else to

@@ -39,6 +39,7 @@ def test_what_cannot_be_rolled_back_stays(out: Path, tmp_path: Path, capsys: pyt
     for words, said in (
         ([str(out)], f"logitmix: {weights}"),
         ([str(out), "--to", "3"], f"logitmix: there is no {out}.former-3; there are: 1\n"),
+        ([str(tmp_path / "nowhere")], f"logitmix: no serving directory at {tmp_path / 'nowhere'}"),
         ([str(tmp_path / "of-11")], f"logitmix: {tmp_path / 'of-11'} has no former exports"),
     ):
         with pytest.raises(SystemExit):
