@@ -236,7 +236,7 @@ def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:
     retriever.files.check()
     deadline = time.monotonic() + SEARCH_SECONDS
     exact = retriever.raw_ids.find(query)
-    places, searched = _places(retriever, query.split(), limit, deadline, _having)
+    places, searched = _places(retriever, query.split(), limit, deadline, Texts.containing)
     if exact is not None:
         places = [exact, *(place for place in places if place != exact)]
     elif not places:
@@ -265,10 +265,6 @@ def _places(
         places += sorted(found)
         searched = stop
     return places, searched
-
-
-def _having(texts: Texts, word: str, start: int, stop: int) -> Iterable[int]:
-    return texts.containing(word, start, stop)
 
 
 def _nearly_having(texts: Texts, word: str, start: int, stop: int) -> Iterator[int]:

@@ -20,6 +20,8 @@ PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/readyz", "/re
 TRACING = (b"traceparent", b"tracestate", b"x-request-id")
 """Headers that an answer repeats (the first two: https://www.w3.org/TR/trace-context)."""
 VERSION = version("logitmix")
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+"""Buckets of times."""
 
 
 def identity(of: Retriever) -> dict[str, str | int]:
@@ -36,7 +38,7 @@ class Metrics:
         self.seconds = Histogram(
             "logitmix_retrieve_seconds",
             "Time from the head of a request to /retrieve to the end of its answer.",
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+            buckets=SECONDS,
             registry=registry,
         )
         sizes = [2**power for power in range(BATCH.bit_length())]

@@ -205,7 +205,7 @@ class Retriever:
         found_BK, score_BK = split_keys(keys_BK)
         return [
             [
-                Row(rank=rank, id=self.raw_ids[item], title=self.titles[item] if self.titles else None, score=score)
+                Row(rank=rank, id=self.raw_ids[item], title=self._title(item), score=score)
                 for rank, (item, score) in enumerate(zip(items, scores, strict=True), start=1)
                 if item >= 0
             ]
@@ -214,15 +214,19 @@ class Retriever:
 
     def _explain(self, rows: list[list[Row]], asked: list[Asked], found: list[list[int]]) -> None:
         """Says of each row why it is there."""
-        for of_request, request, items in zip(rows, asked, found, strict=True):
-            query = self._encoder.queries([request]).similarity
+        sides = self._encoder.queries(asked).similarity if asked else ()
+        for place, (of_request, request, items) in enumerate(zip(rows, asked, found, strict=True)):
+            query = tuple(part[place : place + 1] for part in sides)
             known = [item for item in request.items[-self.config.encoder.max_length :] if item != UNKNOWN]
             whys = explain(self.tower, self._ranker.items, query, items[: len(of_request)], known, self._named)
             for row, why in zip(of_request, whys, strict=True):
                 row["why"] = why
 
+    def _title(self, item: int) -> str | None:
+        return self.titles[item] if self.titles else None
+
     def _named(self, item: int) -> dict[str, Any]:
-        return {"id": self.raw_ids[item], "title": self.titles[item] if self.titles else None}
+        return {"id": self.raw_ids[item], "title": self._title(item)}
 
     @torch.inference_mode()
     def query_sides(self, requests: Sequence[Request], unknown: UnknownIds = "skip") -> dict[str, Tensor]:

@@ -136,10 +136,10 @@ def serve(
         return LiveExport(directory, say, of_ranks, deltas).follow()
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
-        saying = partial(_say_of, worker.number) if worker else say
+        saying = partial(_say_of, say, f"worker {worker.number}") if worker else say
         export = LiveExport(directory, saying, of_ranks, deltas, worker.folder if worker else None)
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
-        other = LiveExport(shadow, partial(_say_of_shadow, saying)) if shadow else None
+        other = LiveExport(shadow, partial(_say_of, saying, "shadow")) if shadow else None
         server = make_server(export, replace(settings, allowed=allowed), worker, other)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -150,12 +150,8 @@ def serve(
         export.release()
 
 
-def _say_of(worker: int, line: str) -> None:
-    say(f"worker {worker}: {line}")
-
-
-def _say_of_shadow(saying: Callable[[str], object], line: str) -> None:
-    saying(f"shadow: {line}")
+def _say_of(saying: Callable[[str], object], who: str, line: str) -> None:
+    saying(f"{who}: {line}")
 
 
 def make_server(

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from logitmix.serving.batcher import Answer, Batcher, Question, QueueFull
 from logitmix.serving.live import LiveExport
+from logitmix.serving.metrics import SECONDS
 from logitmix.serving.retriever import Row
 
 CUTOFFS = (1, 10, 100)
@@ -33,7 +34,7 @@ class Shadow:
             "logitmix_answer_seconds",
             "Time from a question to its answer, of those that were compared.",
             ["export"],
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+            buckets=SECONDS,
             registry=registry,
         )
         self._left_out = Counter("logitmix_shadow_left_out", "Requests that found the shadow busy.", registry=registry)

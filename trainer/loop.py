@@ -120,7 +120,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
-        said = start_block(dataset, model, why, batches.left_out)
+        said = start_block(dataset, model, why, batches.left_out, batches.places)
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)

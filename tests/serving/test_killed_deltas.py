@@ -1,11 +1,9 @@
 """`export --delta-from` and `fold`, killed before their operations on files: what is there is the old or the new."""
 
 import multiprocessing
-import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import two_ranks
+from killed import killing_itself
 from small_data import small_config, write_dataset
 
 from logitmix.trainer.export.delta import export_delta, fold
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 
-EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 assert two_ranks.LOADED, "each process is a fork of one that has loaded these"
 
 
@@ -33,20 +31,6 @@ class Deltas(NamedTuple):
 
     def fold(self) -> None:
         fold(self.folder / "base", self.folder / "deltas", self.folder / "base", overwrite=True)
-
-
-def killing_itself(work: Callable[[], None], count: int, folder: Path) -> None:
-    """Kills this process before its operation of that number (from 0) on a file in `folder`."""
-    left = [count]
-
-    def hook(event: str, arguments: Any) -> None:
-        if event in EVENTS and (folder / str(arguments[0])).is_relative_to(folder):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    work()
 
 
 def ended(work: Callable[..., None], *arguments: Any) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from logitmix.comm.process_group import Ranks
+    from logitmix.trainer.config import HistoryRule
 
 PATIENCE = 365 * 24 * 3600
 """Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
@@ -111,6 +112,11 @@ def ranks_of(command: str) -> "Iterator[Ranks]":
 
     with process_group("cpu", PATIENCE, facts_of(command, None, None), end_lost, SILENT) as ranks:
         yield ranks
+
+
+def excludes_history(rule: "HistoryRule") -> bool | None:
+    """What a rule says to `serving.request.Options`."""
+    return None if rule == "auto" else rule == "yes"
 
 
 def with_plugins(words: list[str]) -> list[str]:

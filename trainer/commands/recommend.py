@@ -7,7 +7,13 @@ from typing import Annotated
 import tyro
 
 from logitmix.launch.processes import is_main
-from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption, ranks_of
+from logitmix.trainer.commands.options import (
+    JSONOption,
+    ProcessesOption,
+    ThreadsOption,
+    excludes_history,
+    ranks_of,
+)
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import HistoryRule
 
@@ -47,7 +53,7 @@ def run(words: list[str]) -> None:
     from logitmix.serving.request import Options
     from logitmix.trainer.export.recommend import Asked, recommend, served
 
-    exclude = None if arguments.exclude_history == "auto" else arguments.exclude_history == "yes"
+    exclude = excludes_history(arguments.exclude_history)
     options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1)
     asked = Asked(
         Path(arguments.out),

@@ -16,6 +16,7 @@ from logitmix.trainer.commands.options import (
     ExportPlace,
     ItemProcessesOption,
     JSONOption,
+    excludes_history,
     items_group,
 )
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
@@ -85,7 +86,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     """Answers the request or the file of requests, and prints the items or the number of answers."""
     from logitmix.serving.request import Options
 
-    exclude = None if arguments.exclude_history == "auto" else arguments.exclude_history == "yes"
+    exclude = excludes_history(arguments.exclude_history)
     options = Options(arguments.k, arguments.unknown, exclude, arguments.stage1, arguments.explain)
     request: Request = {
         "history": parts("--history", arguments.history),

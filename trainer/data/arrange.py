@@ -270,8 +270,7 @@ def nobody(fewest: int, chosen: Mapping[str, int], different: Mapping[str, int])
     duplicates = f", without {repeated:,} exact duplicates" if repeated else ""
     return ValueError(
         f"no user has {fewest} or more actions (there were {different['users']:,} users with {different['actions']:,} "
-        f"actions"
-        f"{duplicates}); lower --min-user-actions or --min-item-actions"
+        f"actions{duplicates}); lower --min-user-actions or --min-item-actions"
     )
 
 

@@ -158,8 +158,8 @@ class TrainingBatches:
     ) -> None:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
-        histories into windows (`_windows`). `weights` are those of the
-        actions as targets [actions]. The last sequences of users in `first_U` [U] begin each epoch.
+        histories into windows (`_windows`). `weights` are those of the actions as targets [actions]. The last sequences
+        of users in `first_U` [U] begin each epoch.
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
@@ -215,6 +215,7 @@ class TrainingBatches:
         first, last = self._part(bounds)
         group_B = self._groups(bounds_Q)
         negatives = self._negatives([self.seed, epoch, index + 1], sequences, bounds_Q, group_B, slice(first, last))
+        weight_Q = self._weights(sequences, slice(bounds_Q[first], bounds_Q[last]))
         of_part = bounds_Q[first : last + 1] - bounds_Q[first]
         sequences = sequences[first:last]
         users, lengths = self.user_S[sequences], self.length_S[sequences]
@@ -247,7 +248,7 @@ class TrainingBatches:
             total_targets=int(bounds_Q[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
             position_Q=position_Q,
-            weight_Q=self._weights(self._sequences(step), slice(bounds_Q[first], bounds_Q[last])),
+            weight_Q=weight_Q,
         )
 
     def _weights(self, sequences: Ints, part: slice) -> torch.Tensor | None:

@@ -40,10 +40,13 @@ class _Parser:
             place = found.end()
 
     def whole(self) -> np.ndarray:
-        found = self._joined("or", np.logical_or, lambda: self._joined("and", np.logical_and, self._one))
+        found = self._any()
         if self.at < len(self.tokens):
             raise self._error("and, or, or the end is expected")
         return found
+
+    def _any(self) -> np.ndarray:
+        return self._joined("or", np.logical_or, lambda: self._joined("and", np.logical_and, self._one))
 
     def _joined(self, word: str, join: Callable[..., np.ndarray], part: Callable[[], np.ndarray]) -> np.ndarray:
         found = part()
@@ -59,7 +62,7 @@ class _Parser:
             if self._take("not"):
                 return ~self._one()
             if self._take("("):
-                found = self._joined("or", np.logical_or, lambda: self._joined("and", np.logical_and, self._one))
+                found = self._any()
                 self._require(")")
                 return found
             return self._condition()
@@ -67,7 +70,7 @@ class _Parser:
             self.depth -= 1
 
     def _condition(self) -> np.ndarray:
-        place, name = self._place(), self._value("a column")
+        place, name = self._token[2], self._value("a column")
         if name not in self.columns:
             there = ", ".join(self.columns)
             raise self._error(f"no column {name!r}{nearest(name, list(self.columns))}; there are: {there}", place)
@@ -85,7 +88,7 @@ class _Parser:
                 found = found | self._compared(name, "=", self._value("a value"))
             self._require(")")
             return ~found if is_not else found
-        kind, operator, _ = self.tokens[self.at] if self.at < len(self.tokens) else ("", "", 0)
+        kind, operator, _ = self._token
         if kind != "mark" or operator in "(),":
             raise self._error("one of = != < <= > >=, in, or is null is expected")
         self.at += 1
@@ -98,14 +101,19 @@ class _Parser:
             raise self._error(str(error).removeprefix("--where "), self.tokens[self.at - 1][2]) from None
 
     def _value(self, what: str) -> str:
-        kind, content, _ = self.tokens[self.at] if self.at < len(self.tokens) else ("", "", 0)
+        kind, content, _ = self._token
         if kind not in ("text", "word") or (kind == "word" and content.lower() in _KEYWORDS):
             raise self._error(f"{what} is expected")
         self.at += 1
         return content[1:-1].replace(content[0] * 2, content[0]) if kind == "text" else content
 
+    @property
+    def _token(self) -> tuple[str, str, int]:
+        """The next one; at the end, one without a kind."""
+        return self.tokens[self.at] if self.at < len(self.tokens) else ("", "", len(self.text))
+
     def _peek(self) -> str:
-        kind, content, _ = self.tokens[self.at] if self.at < len(self.tokens) else ("", "", 0)
+        kind, content, _ = self._token
         return content.lower() if kind != "text" else ""
 
     def _take(self, word: str) -> bool:
@@ -117,11 +125,8 @@ class _Parser:
         if not self._take(word):
             raise self._error(f"{word!r} is expected")
 
-    def _place(self) -> int:
-        return self.tokens[self.at][2] if self.at < len(self.tokens) else len(self.text)
-
     def _error(self, why: str, place: int | None = None) -> ValueError:
-        place = self._place() if place is None else place
+        place = self._token[2] if place is None else place
         return ValueError(f"--where {self.text!r}, at character {place + 1}: {why}")
 
 

@@ -114,6 +114,8 @@ class RawColumn:
     """Mean and standard deviation of numbers; None: those of the values."""
     counts: np.ndarray | None = None
     """int64: how often each value counts; None: once."""
+    source: str = ""
+    """The column's name in what it is read from."""
 
     def load(self) -> "RawColumn":
         """With the values in memory."""

@@ -304,9 +304,8 @@ def _features(
     given["event"] = {name: partial(ordered.column, name) for name in raw.actions.columns}
 
     def of_owner(column: RawColumn, owner: Owner) -> pa.Array:
-        (name,) = column.values.args
         # Any later action of a user may be the held-out target, so only the first one counts, even if it has no value.
-        return ordered.of_users(name) if owner == "user" else ordered.of_items(name, "first")
+        return ordered.of_users(column.source) if owner == "user" else ordered.of_items(column.source, "first")
 
     def names_each_row(column: RawColumn) -> bool:
         if column.owner == "event":
@@ -319,7 +318,7 @@ def _features(
         kinds = {**raw.kinds, **tables[owner].kinds}
         for name, values in of.items():
             counts = ordered.counts(name) if owner == "event" else None
-            column = RawColumn(name, owner, values, kinds.get(name), counts=counts)
+            column = RawColumn(name, owner, values, kinds.get(name), counts=counts, source=name)
             infer = kinds[name] is not None if name in kinds else not names_each_row(column)
             found.append(replace(column, infer=infer))
     chosen, notes = apply_options(name_features(found), said, options.schema, of_owner), list[str]()

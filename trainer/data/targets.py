@@ -35,10 +35,9 @@ def target_places(dataset: Dataset, conditions: Sequence[str]) -> Ints | None:
     return np.flatnonzero(chosen)
 
 
-def said_of_targets(dataset: Dataset, conditions: Sequence[str], features: Sequence[str]) -> str:
-    """How many actions may be targets, and how many users have none; empty if all may. `features` are those of the
-    model."""
-    places = target_places(dataset, conditions)
+def said_of_targets(dataset: Dataset, places: Ints | None, conditions: Sequence[str], features: Sequence[str]) -> str:
+    """How many actions may be targets, those at `places` by the conditions, and how many users have none; empty if all
+    may. `features` are those of the model."""
     if places is None:
         return ""
     first, last = (np.searchsorted(places, of) for of in (dataset.offsets[:-1], dataset.offsets[1:]))

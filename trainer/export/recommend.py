@@ -117,7 +117,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
     try:
-        only = _only(asked, retriever, tell) if asked.items or asked.where else None
+        only = _only(asked, retriever, dataset, tell) if asked.items or asked.where else None
     except ValueError:
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
             shutil.rmtree(asked.parts, ignore_errors=True)
@@ -204,9 +204,11 @@ def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
     return np.array(found, np.int64)
 
 
-def _only(asked: Asked, retriever: Retriever, tell: Callable[[str], None]) -> NDArray[np.bool_]:
-    """Which items of the export [X] are in the table, or the dataset, and fulfill the condition. ValueError if there
-    are none."""
+def _only(
+    asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Callable[[str], None]
+) -> NDArray[np.bool_]:
+    """Which items of the export [X] are in the table, or the dataset, and fulfill the condition; `dataset` if it is
+    loaded. ValueError if there are none."""
     place, columns = asked.items or asked.data, {}
     if asked.items:
         table = read_items(asked.items, "item", {})
@@ -214,7 +216,7 @@ def _only(asked: Asked, retriever: Retriever, tell: Callable[[str], None]) -> ND
         if line := table.contradictions(Path(asked.items).name):
             tell(line)
     else:
-        dataset = load_dataset(asked.data)
+        dataset = dataset or load_dataset(asked.data)
         ids = dataset.raw_id_column().to_pylist()
         features = dataset.schema.of("item")
         columns = {of.name: dataset.single_values(of) for of in features if not (of.form.bag or of.form.wide)}
@@ -247,10 +249,8 @@ def _answers(
     order_B = block.argsort()
     for start in range(0, len(block), BATCH):
         for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
-            found, at = (
-                retriever.best(read, excluded, options, only),
-                order_B[np.searchsorted(block, some, sorter=order_B)],
-            )
+            found = retriever.best(read, excluded, options, only)
+            at = order_B[np.searchsorted(block, some, sorter=order_B)]
             item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
     row_N, rank_N = (item_BK != UNKNOWN).nonzero()
     columns = block[row_N], rank_N + 1, item_BK[row_N, rank_N], score_BK[row_N, rank_N]

@@ -26,6 +26,7 @@ from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.targets import said_of_targets
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.trace import StepTrace
@@ -238,11 +239,15 @@ def _clock(seconds: float) -> str:
 
 
 def start_block(
-    dataset: Dataset, model: ParallelModel, why_precision: str = "", left_out: tuple[int, int] = (0, 0)
+    dataset: Dataset,
+    model: ParallelModel,
+    why_precision: str = "",
+    left_out: tuple[int, int] = (0, 0),
+    places: Ints | None = None,
 ) -> str:
     """What will be trained, and where: lines of text, one for each table among them. `why_precision`: the reason for
     the precision, if it was chosen automatically. `left_out`: users with actions before their sequence, and these
-    actions."""
+    actions. `places`: those of the actions that may be targets; None: all."""
     train, wire, ranks = model.config.train, model.config.comm, model.ranks
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
@@ -263,7 +268,7 @@ def start_block(
         "precision": precision,
         "wire": sent,
     }
-    if line := said_of_targets(dataset, model.config.data.targets, model.config.model.features):
+    if line := said_of_targets(dataset, places, model.config.data.targets, model.config.model.features):
         block["targets"] = line
     if left_out[0]:
         longest = model.config.model.encoder.max_length

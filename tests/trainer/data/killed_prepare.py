@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from killed import killing_itself
 from rich.console import Console
 
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.prepare import prepare
-
-EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
 def job(source: str, out: Path) -> None:
@@ -36,21 +35,6 @@ def in_child(work: Callable[[], None]) -> int:
             os._exit(1)
         os._exit(0)
     return child
-
-
-def killing_itself(work: Callable[[], None], count: int, folder: Path) -> None:
-    """Kills this process before its operation of that number (from 0) on a file in `folder`: those on Python's modules
-    and on the system's files differ from machine to machine."""
-    left = [count]
-
-    def hook(event: str, arguments: Any) -> None:
-        if event in EVENTS and (folder / str(arguments[0])).is_relative_to(folder):
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    work()
 
 
 def state(folder: Path) -> dict[str, str]:

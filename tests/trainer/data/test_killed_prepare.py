@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ def write_source(path: Path, rows: int, seed: int) -> Path:
 def kill_at(moments: Iterable[float], before: Path | str, source: Path, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     words = [sys.executable, str(PROGRAM), str(before), str(source), str(folder), *map(str, moments)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=1_000)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=1_000, env=environment)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

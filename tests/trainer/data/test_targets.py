@@ -167,13 +167,14 @@ def test_conditions_are_on_features_of_actions(tmp_path: Path) -> None:
     both = target_places(dataset, ("action = type-1", "rating > 3"))
     assert both is not None and both.tolist() == np.flatnonzero((kind == 1) & (rating > np.float32(3))).tolist()
     assert (target_places(dataset, ("action != type-1",)) == np.flatnonzero(kind != 1)).all()
-    said = said_of_targets(dataset, ("action = type-1",), ["brand"])
+    of_type = target_places(dataset, ("action = type-1",))
+    said = said_of_targets(dataset, of_type, ("action = type-1",), ["brand"])
     places = np.flatnonzero(kind == 1)
     without = sum(not len(of) for of in np.split(places, np.searchsorted(places, dataset.offsets[1:-1])))
     assert said.startswith(f"{len(places):,} of {len(kind):,} actions (action = type-1)")
     assert (f"; {without} of 60 users have none" in said) == bool(without)
     assert said.endswith("; the model does not see which, without --model.features action")
-    assert "does not see" not in said_of_targets(dataset, ("action = type-1",), ["action"])
+    assert "does not see" not in said_of_targets(dataset, of_type, ("action = type-1",), ["action"])
 
 
 @pytest.mark.parametrize(
