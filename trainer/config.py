@@ -267,7 +267,7 @@ SCHEDULES.offer(TrainConfig, "schedule")
 HistoryRule = Literal["auto", "yes", "no"]
 BASELINES = {"popularity": "popularity", "item_knn": "item-kNN"}
 """Names of the baselines in results, and for people."""
-COMPARED_WITH = BASELINES | {"peeked": "peeked: best on test"}
+COMPARED_WITH = BASELINES | {"at_last_action": "asked at the last action's time", "peeked": "peeked: best on test"}
 """Prefixes (item_knn/hr@10) of what results hold beside the model's own test metrics, and their names for people."""
 
 

@@ -380,6 +380,8 @@ class RankingUsers:
     place: Ints
     max_length: int
     """L: the last L actions of a history are encoded."""
+    at_last_action: bool = False
+    """Whether the query is asked at the time of the history's last action; else at the target's."""
 
     def __len__(self) -> int:
         return len(self.place)
@@ -410,6 +412,15 @@ class RankingUsers:
     def history(self) -> Ints:
         """The items of these actions."""
         return self.items[self.encoded].astype(np.int64)
+
+    @property
+    def times(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`action_times` of these actions."""
+        time_T, asked_T = action_times(self.timestamps, self.encoded)
+        if self.at_last_action:
+            last_U = self.lengths.cumsum() - 1
+            asked_T[last_U] = time_T[last_U]
+        return time_T, asked_T
 
     def of(self, index: slice | Ints) -> "RankingUsers":
         """Some of the users."""

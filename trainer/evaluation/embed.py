@@ -16,7 +16,7 @@ from logitmix.modules.config import sees_times
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Owner
 from logitmix.modules.towers import Tower
-from logitmix.trainer.data.batches import RankingUsers, action_times
+from logitmix.trainer.data.batches import RankingUsers
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.lookups import Ints, Lookups, look_up
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
@@ -50,7 +50,7 @@ class Embedder:
         rows, found = self._fetch(item_V, users.user, users.encoded)
         features, device = found.features.to(self.ranks.device), self.ranks.device
         vector_TD = self.tower.item_tower(rows, features).vector_RD[torch.from_numpy(place_T).to(device)]
-        times = action_times(users.timestamps, users.encoded) if sees_times(self.tower.config.encoder) else (None, None)
+        times = users.times if sees_times(self.tower.config.encoder) else (None, None)
         packing = Packing(torch.from_numpy(users.lengths), 0, *times).to(device)
         return self.tower.queries(vector_TD, packing, rows, features)
 

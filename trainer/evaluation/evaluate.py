@@ -6,7 +6,7 @@ Axes: U users, K items at the top, X items in the corpus.
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.messages import tell
 from logitmix.launch.processes import end_lost, require_threads
+from logitmix.modules.config import sees_times
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
@@ -136,10 +137,12 @@ class Evaluation:
         self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]
     ) -> tuple[dict[str, float], np.ndarray]:
         """The metrics of both stages over all users, and the share of them whose target is in their history; on the
-        test part also the share of targets without a training action, and how popular the best 10 are. Beside them the
-        rank of each user's target [U]. Collective, and equal on all ranks."""
+        test part also the share of targets without a training action, how popular the best 10 are and, as
+        at_last_action/hr@10, what a model that sees times has if the query is asked at the time of the last action, not
+        of the target. Beside them the rank of each user's target [U]. Collective, and equal on all ranks."""
         users, num_items = self.users(split), self.dataset.num_items
-        with counting(split, len(users), self.ranks.rank == 0) as count:
+        again = split == "test" and sees_times(tower.config.encoder)
+        with counting(split, len(users) * (1 + again), self.ranks.rank == 0) as count:
 
             def advance(more: int) -> None:
                 self.check()
@@ -148,12 +151,19 @@ class Evaluation:
             columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
             batch_size, best = self.config.evaluate.batch_size, RECOMMENDED if split == "test" else 0
             embedder = Embedder(tower, tables, columns)
-            rankings = rank_corpus(embedder, num_items, users, batch_size, self.exclude_history, advance, best)
+            rank = partial(rank_corpus, embedder, num_items)
+            rankings = rank(users, batch_size, self.exclude_history, advance, best)
+            earlier = None
+            if again:
+                earlier = rank(replace(users, at_last_action=True), batch_size, self.exclude_history, advance)
         metrics = metrics_of(rankings, num_items)
         metrics |= {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
         if rankings.best_UK is not None:
             metrics["targets/cold"] = _cold(users, self.training_counts)
             metrics |= how_popular(rankings.best_UK.numpy(), users.target, self.training_counts)
+        if earlier is not None:
+            found = means(earlier.similarity_U.numpy())
+            metrics |= {f"at_last_action/{name}": mean for name, mean in found.items()}
         return metrics, rankings.similarity_U.numpy()
 
     @cached_property

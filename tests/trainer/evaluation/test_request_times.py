@@ -1,6 +1,7 @@
 """An encoder that sees times: trained, exported and asked."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,16 @@ def test_requests_are_scored_as_in_evaluation(paced: Path, dataset: Dataset) -> 
     best = [rows[0]["id"] for rows in retriever.recommend(requests, 1, exclude_history=False)]
     hits = [name == f"item-{target}" for name, target in zip(best, users.target, strict=True)]
     assert np.mean(hits) == pytest.approx(hit_rate(paced / "with"), abs=1e-12)
+    # Without a time of its own, a request is asked at its last action's.
+    for request in requests:
+        del request["time"]
+    at_last = trained_scores(paced / "with", dataset, replace(users, at_last_action=True))
+    assert float((at_last - expected).abs().max()) > 1e-3
+    torch.testing.assert_close(scores(retriever, requests), at_last, rtol=0, atol=2e-4)
+    results = json.loads((paced / "with" / "results.json").read_text())
+    hits_at_last = at_last.argmax(1).numpy() == users.target
+    assert hits_at_last.mean() == pytest.approx(results["at_last_action/hr@1"], abs=1e-12) != hit_rate(paced / "with")
+    assert "at_last_action/hr@1" not in json.loads((paced / "without" / "results.json").read_text())
 
 
 def test_left_out_items_take_their_times_with_them(paced: Path) -> None:
