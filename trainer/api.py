@@ -89,11 +89,16 @@ def train(
 
 @quietly()
 @naming_urls()
-def evaluate(run: str | Path, split: Literal["test", "validation"] = "test", threads: int = 1) -> dict[str, float]:
-    """Metrics of a run's best checkpoint over the whole corpus, with the run's settings; on the test part, of its refit
-    if there is one."""
+def evaluate(
+    run: str | Path,
+    split: Literal["test", "validation"] = "test",
+    threads: int = 1,
+    groups: Sequence[str] | None = None,
+) -> dict[str, float]:
+    """Metrics of a run's best checkpoint over the whole corpus, with the run's settings, but for `groups`
+    (evaluate.groups) where they are given; on the test part, of its refit if there is one."""
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
-    results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads)
+    results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads, groups)
     return shown_metrics(results, f"{run}: {_of_step(split, results)}")
 
 

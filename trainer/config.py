@@ -290,6 +290,10 @@ class EvaluateConfig:
     peek_test: bool = False
     """Also evaluate on the test part each time, and report its best epoch beside the one chosen on validation, as
     research code often does. Such a figure is too good: it was chosen by what it measures."""
+    groups: tuple[str, ...] = ()
+    """Also the metrics of groups of users, each with its number of users: by new_user (training sees no action of
+    theirs), history_length, item_actions (training actions of the target: 0 is cold), or any feature of users, of the
+    target, or of its action."""
     baselines: bool = True
     """At the end, also evaluate the baselines popularity and item-kNN, which a model should beat."""
 

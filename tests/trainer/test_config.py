@@ -234,6 +234,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.on_damage": "stop",
         "train.on_save_failure": "continue",
         "evaluate.metric": "mrr",
+        "evaluate.groups": ["country"],
         "evaluate.exclude_history": "no",
     }
     config = CONFIGS[kind]

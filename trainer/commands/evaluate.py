@@ -37,6 +37,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Leave a user's history out of the ranking."""
     users: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=OF_THE_RUN)] = None
     """Number of users ranked, a fixed sample; 0 ranks all."""
+    groups: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=OF_THE_RUN)] = None
+    """Metrics of groups of users, too: by new_user, history_length, item_actions, or features."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -49,7 +51,13 @@ def run(words: list[str]) -> None:
 
     path, split = fetch_run(arguments.run), arguments.split
     results = evaluate_run(
-        path, split, arguments.exclude_history, arguments.users, arguments.device, arguments.threads_of_rank
+        path,
+        split,
+        arguments.exclude_history,
+        arguments.users,
+        arguments.device,
+        arguments.threads_of_rank,
+        arguments.groups,
     )
     if is_main():
         ranked = final_run(path) if split == "test" else path

@@ -62,6 +62,7 @@ def page(runs: Sequence[Run]) -> str:
     parts = [
         _overview(groups),
         _results(groups),
+        _by_group(groups),
         _curves(groups),
         _popularity(groups),
         _step(groups),
@@ -138,7 +139,7 @@ def _results(groups: Sequence[Group]) -> str:
     """All test metrics, a row each."""
     runs = [run for group in groups for run in group.runs]
     names = [name for run in runs for name in run.results]
-    elsewhere = ("recommended", "targets", "users", "corpus", "seconds", "step", *COMPARED_WITH)
+    elsewhere = ("recommended", "targets", "groups", "users", "corpus", "seconds", "step", *COMPARED_WITH)
     names = [name for name in dict.fromkeys(names) if name.partition("/")[0] not in elsewhere]
     if not names:
         return section("Test metrics", "<p>No run has finished yet.</p>")
@@ -175,6 +176,23 @@ def _results(groups: Sequence[Group]) -> str:
     return section("Test metrics", f"<p>{note}</p>{beside}{shown}")
 
 
+def _by_group(groups: Sequence[Group]) -> str:
+    """The metric that chooses checkpoints, for each group of the users."""
+    metric, baselines = groups[0].runs[0].config.evaluate.metric, _baselines(groups)
+    results = [run.results for group in groups for run in group.runs]
+    rows = []
+    for name in dict.fromkeys(of.rpartition("/")[0] for one in results for of in one if of.startswith("groups/")):
+        users = dict.fromkeys(f"{one[f'{name}/users']:,.0f}" for one in results if f"{name}/users" in one)
+        own = [_figure(group, f"{name}/{metric}", False) for group in groups]
+        others = [_number(metric, of.get(f"{name}/{metric}")) for _, of in baselines]
+        rows.append([markup(name.removeprefix("groups/")), ", ".join(users), *own, *others])
+    if not rows:
+        return ""
+    heads = ["group", "users", *_names(groups), *(heading for heading, _ in baselines)]
+    note = f"Test {metric}. A user with several values of a feature is in several groups; results.json has all metrics."
+    return section("Groups of users", f"<p>{markup(note)}</p>{table(heads, rows)}")
+
+
 def _baselines(groups: Sequence[Group]) -> list[tuple[str, Mapping[str, float]]]:
     """Heading and metrics of each baseline, without duplicates: runs of other datasets or users have figures of their
     own. Where there are several groups, a heading has the colors of those whose figures these are."""
@@ -199,7 +217,8 @@ def _figure(group: Group, name: str, bold: bool) -> str:
     if not values:
         return NONE
     text = _number(name, group.mean(name))
-    users = int(group.runs[0].results.get("users", 0))
+    results = group.runs[0].results
+    users = int(results.get(f"{name.rpartition('/')[0]}/users", results.get("users", 0)))
     if len(values) > 1:
         text += f' <span class="soft">± {_number(name, group.spread(name))}</span>'
     elif users and name.rpartition("/")[2].startswith("hr@"):

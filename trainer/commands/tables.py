@@ -12,6 +12,7 @@ from rich.text import Text
 from logitmix.common.messages import shown
 from logitmix.trainer.config import COMPARED_WITH
 
+IN_GROUPS = ("hr@10", "users")
 WIDTH = 100
 """Columns of a table that does not know where it will be shown."""
 
@@ -31,12 +32,13 @@ class Shown(dict[str, Any]):
 
 
 def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
-    """A row for each metric, with the baselines' in columns of their own."""
+    """A row for each metric, with the baselines' in columns of their own; of groups of users HR@10 and their number."""
     beside = [name for name in COMPARED_WITH if f"{name}/hr@10" in metrics]
     heads = ("model", *(COMPARED_WITH[name] for name in beside)) if beside else ("value",)
     table = Table("metric", *heads, title=Text(shown(title)))
     for name in metrics:
-        if name.partition("/")[0] not in beside:
+        first, _, last = name.rpartition("/")
+        if name.partition("/")[0] not in beside and (last in IN_GROUPS or not first.startswith("groups/")):
             names = [name, *(f"{of}/{name}" for of in beside)]
             table.add_row(Text(shown(name)), *(_number(metrics[of]) if of in metrics else "" for of in names))
     return table

@@ -4,7 +4,7 @@ Axes: U users, K items at the top, X items in the corpus.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from logitmix.trainer.evaluation.baselines import (
     target_counts,
     training_counts,
 )
+from logitmix.trainer.evaluation.by_group import features_of, means_by_group
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.evaluation.ranking import Rankings, rank_corpus
 from logitmix.trainer.metrics import NOT_SERVED, means
@@ -61,11 +62,12 @@ def evaluate_run(
     users: int | None,
     device: Literal["auto", "cpu", "cuda"],
     threads: int,
+    groups: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. On
     the test part, of its refit if there is one.
 
-    `exclude_history` and `users` override the run's settings of these names.
+    `exclude_history`, `users` and `groups` override the run's settings of these names.
     """
     require_threads("threads", threads)
     torch.set_num_threads(threads)
@@ -74,6 +76,7 @@ def evaluate_run(
     if split == "validation" and not config.data.validation:
         raise ValueError(f"{run} was trained on the validation actions; give --split test, or the run that chose them")
     given: dict[str, Any] = {"exclude_history": exclude_history, "users": users}
+    given["groups"] = None if groups is None else tuple(groups)
     options = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
     dataset = load_dataset(config.data.path)
     require_same_dataset(run, dataset)
@@ -123,8 +126,10 @@ class Evaluation:
     def __init__(
         self, config: Config, dataset: Dataset, ranks: Ranks, check: Callable[[], None] = lambda: None
     ) -> None:
-        """`check` is called by all ranks together, often; what it raises ends the ranking."""
+        """`check` is called by all ranks together, often; what it raises ends the ranking. ValueError for groups that
+        cannot be formed."""
         self.config, self.dataset, self.ranks, self.check = config, dataset, ranks, check
+        self.groups = features_of(config.evaluate.groups, dataset)
         self.said = Console(stderr=True) if ranks.rank == 0 else None
         self.held_out = held_out(config, dataset)
         self.exclude_history = excludes_history(config, dataset, self.said)
@@ -164,7 +169,13 @@ class Evaluation:
         if earlier is not None:
             found = means(earlier.similarity_U.numpy())
             metrics |= {f"at_last_action/{name}": mean for name, mean in found.items()}
-        return metrics, rankings.similarity_U.numpy()
+        rank_U = rankings.similarity_U.numpy()
+        return metrics | self._by_group(rank_U, users), rank_U
+
+    def _by_group(self, rank_U: np.ndarray, users: RankingUsers) -> dict[str, float]:
+        if not self.groups:
+            return {}
+        return means_by_group(self.groups, rank_U, users, self.dataset, self.held_out, self.training_counts)
 
     @cached_property
     def training_counts(self) -> np.ndarray:
@@ -192,7 +203,11 @@ class Evaluation:
                 tell(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
             scores["item_knn"] = item_knn
         found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
-        return {f"{name}/{of}": mean for name, rank_U in found.items() for of, mean in means(rank_U).items()}
+        return {
+            f"{name}/{of}": mean
+            for name, rank_U in found.items()
+            for of, mean in (means(rank_U) | self._by_group(rank_U, users)).items()
+        }
 
     def cold_targets(self, split: Split) -> float:
         """The share of the targets that are items without a training action."""

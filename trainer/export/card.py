@@ -99,7 +99,9 @@ def _use(about: About, raw_ids: Sequence[str]) -> str:
 
 
 def _metrics(facts: Facts) -> str:
-    own = [name for name in {**facts.validation, **facts.test} if name.partition("/")[0] not in COMPARED_WITH]
+    own = [
+        name for name in {**facts.validation, **facts.test} if name.partition("/")[0] not in (*COMPARED_WITH, "groups")
+    ]
     baselines = [name for name in COMPARED_WITH if any(key.startswith(f"{name}/") for key in facts.test)]
     if not own:
         return "## Metrics\n\nThis checkpoint was not evaluated.\n"

@@ -1,8 +1,8 @@
 """TensorBoard as a logger, and its names.
 
 TensorBoard sorts groups of charts by name, and the names here put the most wanted ones on top: loss, metrics
-(validation), metrics_hindexer, metrics_test, optimizer, similarity, speed, wire, wire_by_table. If a value has a unit,
-its name says so. Values that do not change during a run are text, never a curve.
+(validation), metrics_groups, metrics_hindexer, metrics_test, optimizer, similarity, speed, wire, wire_by_table. If a
+value has a unit, its name says so. Values that do not change during a run are text, never a curve.
 """
 
 from collections.abc import Mapping
@@ -86,17 +86,17 @@ class Board(Logger):
         # TensorBoard would show a bool as 0.0 or 1.0, and takes no list.
         settings = {name: value if type(value) in (int, float) else str(value) for name, value in flat.items()}
         # SummaryWriter.add_hparams would make a separate run.
-        for summary in hparams(settings, tags):
+        for summary in hparams(settings, {tag: of for tag, of in tags.items() if "/groups/" not in tag}):
             self.writer._get_file_writer().add_summary(summary)
 
     def _tag(self, kind: str, name: str, row: Mapping[str, float]) -> str | None:
         """The tag of a metric's curve; None if it is not drawn."""
         first, _, rest = name.partition("/")
-        if first in CONSTANT:
+        if first in CONSTANT or rest.endswith("/users"):
             return None
         if kind != "train":
             measured = "metrics_peeked" if kind == "peeked" else "metrics"
-            return f"{measured}_hindexer/{rest}" if first == "hindexer" else f"{measured}/{name}"
+            return f"{measured}_{first}/{rest}" if first in ("hindexer", "groups") else f"{measured}/{name}"
         if first == "wire":
             return _wire_tag(rest) if row["wire/bytes_per_step"] else None
         train = self.config.train

@@ -3,6 +3,8 @@
 
 import logging
 import os
+import posixpath
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ EXPERIMENT = "logitmix"
 """Where MLFLOW_EXPERIMENT_NAME names no other."""
 LONGEST = 500
 """Characters of a parameter that all servers take."""
+AT_ONCE = 1000
+"""Metrics that all servers take in one call."""
 # Else MLflow tries for minutes to reach a server, for which all ranks would wait.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -54,10 +58,11 @@ class MLflow(Logger):
         if not self.sent.is_new(kind, step):
             return
         now = int(time.time() * 1000)
-        # A skipped row has a list, and MLflow no name with an @.
-        numbers = {name.replace("@", "_at_"): float(of) for name, of in metrics.items() if not isinstance(of, list)}
+        # A skipped row has a list.
+        numbers = {_named(name): float(of) for name, of in metrics.items() if not isinstance(of, list)}
         found = [Metric(f"{kind}/{name}", value, now, step) for name, value in numbers.items()]
-        self.client.log_batch(self.sent.id, metrics=found)
+        for start in range(0, len(found), AT_ONCE):
+            self.client.log_batch(self.sent.id, metrics=found[start : start + AT_ONCE])
         self.sent.note(kind, step)
 
     def text(self, name: str, text: str) -> None:
@@ -65,3 +70,8 @@ class MLflow(Logger):
 
     def end(self, results: Mapping[str, float] | None) -> None:
         self.client.set_terminated(self.sent.id, "FINISHED" if results is not None else "KILLED")
+
+
+def _named(metric: str) -> str:
+    """MLflow takes paths of these characters alone."""
+    return posixpath.normpath(re.sub(r"[^/\w.\- ]", "_", metric.replace("@", "_at_")))

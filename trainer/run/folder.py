@@ -33,7 +33,7 @@ MAY_CHANGE = {
     "train.epochs", "train.stop_after_epochs", "train.minutes", "train.patience", "train.threads", "train.device",
     "train.log_every", "train.checkpoint_every", "train.keep", "train.projector", "train.profile", "train.loggers",
     "comm.timeout_seconds", "data.path", "train.refit", "train.save_in_background", "train.on_damage",
-    "train.on_save_failure", "train.stop_seconds", "evaluate.baselines",
+    "train.on_save_failure", "train.stop_seconds", "evaluate.baselines", "evaluate.groups",
     "tables.group_size",
 }  # fmt: skip
 """Settings that may differ when a run is resumed; epochs and minutes only if the schedule does not depend on them."""

@@ -71,6 +71,11 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     validated = {"kind": "validation", "step": 2, "hr@10": 0.5, "mrr": 0.25}
     finished = {"hr@10": 0.25, "mrr": 0.1, "users": 60, "corpus": 50, "step": 2, "examples_per_second": 7.0}
     finished |= {"popularity/hr@10": 0.3, "recommended/coverage@10": 0.6}
+    finished |= {
+        "groups/brand=a & b/hr@10": 0.5,
+        "groups/brand=a & b/users": 30,
+        "popularity/groups/brand=a & b/hr@10": 0,
+    }
     for name, (top_1, top_10) in {"recommended": (0.25, 0.75), "targets": (0.125, 0.5)}.items():
         finished |= {f"{name}/top_1_percent": top_1, f"{name}/top_10_percent": top_10}
     runs = [
@@ -107,6 +112,8 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert f"{runs[3]}itemforward2.00.250-" in rows_shown
     assert f"{runs[0]} + 2recommended25.0%50.0%25.0%60.0%" in rows_shown
     assert f"{runs[0]} + 2test targets12.5%37.5%50.0%-" in rows_shown
+    low, high = wilson(0.5, 30)
+    assert f"brand=a & b300.5000 [{low:.4f}, {high:.4f}]-0.0000" in rows_shown
     assert "train.seed0, 30" in rows_shown
     assert f"{runs[0]} + 2{runs[0]}, {runs[1]}, {runs[2]}" in rows_shown
 

@@ -168,16 +168,19 @@ def events_of(run: Path) -> EventAccumulator:
 
 def test_the_board_draws_what_changes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projector, "PROJECTED_ITEMS", 3)
-    config = small_config(write_dataset(tmp_path / "data"), {"train.warmup_steps": 2, "train.projector": True})
+    settings = {"train.warmup_steps": 2, "train.projector": True, "evaluate.groups": ["item_actions"]}
+    config = small_config(write_dataset(tmp_path / "data"), settings)
     results = train(config, tmp_path / "run")
     events = events_of(tmp_path / "run")
     curves = set(events.Tags()["scalars"])
     assert {tag.split("/")[0] for tag in curves} == {
-        "loss", "metrics", "metrics_hindexer", "metrics_test", "optimizer", "similarity", "speed",
+        "loss", "metrics", "metrics_groups", "metrics_hindexer", "metrics_test", "optimizer", "similarity", "speed",
     }  # fmt: skip
     assert {"loss/total", "loss/similarity", "metrics/hr@10", "optimizer/learning_rate/dense"} < curves
     assert {"speed/examples_per_second", "speed/seconds_per_step/forward", "similarity/gates/entropy"} < curves
-    assert not [tag for tag in curves if tag.endswith(("users", "corpus", "repeated_targets", "epoch"))]
+    groups = {tag for tag in curves if tag.startswith("metrics_test/groups/item_actions=")}
+    assert sum(events.Scalars(tag)[-1].value for tag in groups if tag.endswith("/users")) == 60
+    assert not [tag for tag in curves - groups if tag.endswith(("users", "corpus", "repeated_targets", "epoch"))]
     assert "item_knn/mrr" in results and not [tag for tag in curves if "item_knn" in tag or "popularity" in tag]
     assert [point.value for point in events.Scalars("metrics_test/mrr")] == [pytest.approx(results["mrr"])]
     assert [point.step for point in events.Scalars("loss/total")] == list(range(1, 9))
