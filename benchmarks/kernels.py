@@ -246,14 +246,15 @@ def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype, corrected: bool
 
 
 def dot_loss(H: int, length: int, corrected: bool) -> None:
-    """Both ways, groups of `length` positions with 512 negatives each."""
+    """Both ways, groups of `length` positions with 512 negatives each, without and with weights of positions."""
     G, N, V = 32, 512, 3000
     place_T, negatives_GN = empty(G * length, dtype=torch.int64), empty(G, N, dtype=torch.int64)
-    examples = Examples(
-        place_T, place_T, range(0, G * length + 1, length), negatives_GN, empty(V) if corrected else None
-    )
-    sides = (empty(rows, H).requires_grad_() for rows in (G * length, V))
-    dot_sampled_softmax(*sides, examples).backward()
+    for weight_T in (None, empty(G * length)):
+        examples = Examples(
+            place_T, place_T, range(0, G * length + 1, length), negatives_GN, empty(V) if corrected else None, weight_T
+        )
+        sides = (empty(rows, H).requires_grad_() for rows in (G * length, V))
+        dot_sampled_softmax(*sides, examples).backward()
 
 
 def mol_scores(U: int, I: int, C: int, H: int, stored: torch.dtype) -> None:

@@ -35,7 +35,7 @@ NAMES = {
         "_variable_cross_dist",
         "_grouped_embedding_configs_per_node",
     ),
-    # The groups of the ranks of a host, which outlive the process group that they are of.
+    # The groups of the ranks of a host.
     "torchrec.distributed.comm": ("_INTRA_PG", "_CROSS_PG"),
     "torchrec.distributed.sharding_plan": ("_get_parameter_sharding",),
     # The collectives that exchanges replace.

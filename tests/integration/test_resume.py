@@ -133,6 +133,7 @@ def test_groups_of_ranks_go_on_as_one_process_and_as_one_group(tmp_path: Path, s
     """Four ranks as 2 x 2, whose checkpoint has each row once: loading refuses rows that overlap."""
     settings = SETTINGS | {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
     settings |= {"model.features": ["all"], "tables.tags.pooled": True, "train.epochs": 3, "tables.group_size": 2}
+    settings |= {"tables.brand.pooled": True, "tables.tags.sharding": "table_row_wise", "tables.brand.sharding": "grid"}
     config = small_config(write_dataset(tmp_path / "data", features=True), settings)
     began, alone = tmp_path / "began", tmp_path / "alone"
     two_ranks.run(train_runs, {began: replace_epochs(config, 1)}, world_size=4)

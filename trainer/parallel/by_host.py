@@ -14,6 +14,9 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, torchrec_name
 
+DIVIDED_BY_HOST = ("table_row_wise", "grid_shard")
+"""The shardings, as TorchRec's plans name them."""
+
 
 def plan_by_host(
     tables: Sequence[EmbeddingTable],

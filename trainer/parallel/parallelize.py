@@ -24,7 +24,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, Shard, Shard
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
-from logitmix.comm.process_group import Ranks, limit_waiting, own_group
+from logitmix.comm.process_group import Ranks, own_group
 from logitmix.common.mappings import nearest, require
 from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
@@ -36,12 +36,13 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TableSettings
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
+from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
 from logitmix.trainer.parallel.clipping import DetachedLookups
 from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.growing import GrowingTable, unique_ids, with_rows
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, placed, plan_tables
-from logitmix.trainer.parallel.replicas import SUFFIX, Replicas
+from logitmix.trainer.parallel.replicas import SUFFIX, Replicas, by_host
 from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
@@ -293,11 +294,6 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
             f"the sharding of table {name} is {settings.sharding}, which only pooled tables can have; set another "
             f"tables.{name}.sharding{pooled}"
         )
-    if settings.sharding in BY_HOST and config.tables.group_size:
-        raise ValueError(
-            f"the sharding of table {name} is {settings.sharding}, which has no copies; set another "
-            f"tables.{name}.sharding, or tables.group_size to 0"
-        )
     if settings.precision == "fp16" and settings.optimizer == "adam" and device.type == "cpu":
         raise ValueError(
             f"the precision of table {name} is fp16, which FBGEMM trains with adam on CUDA only; set the precision to "
@@ -340,8 +336,10 @@ def _require_cacheable(name: str, config: Config, device: torch.device) -> None:
 def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Ranks, replicas: Replicas) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, config.tables.of(table_name(key)))
-    # TorchRec would keep the groups of the ranks of a host from an earlier process group, which has ended.
-    torchrec.distributed.comm._INTRA_PG = torchrec.distributed.comm._CROSS_PG = None
+    comm, size = torchrec.distributed.comm, replicas.group.size()
+    if any(plan.sharding_type in DIVIDED_BY_HOST for plan in plans.values()):
+        per_host = Devices.of(ranks).of_group(config.tables).per_host
+        comm._INTRA_PG, comm._CROSS_PG = by_host(ranks, size, per_host, config.comm.timeout_seconds)
     env, sharded = ShardingEnv.from_process_group(replicas.group), nn.ModuleDict()
     for name, each in collections.items():
         bags = isinstance(each, EmbeddingBagCollection)
@@ -349,9 +347,8 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Rank
         tables = [table_name(key) for key, _ in each.named_parameters()]
         plan = EmbeddingModuleShardingPlan({torchrec_name(table): plans[table] for table in tables})
         sharded[name] = sharder.shard(each, plan, env, ranks.device)
-    for group in (torchrec.distributed.comm._INTRA_PG, torchrec.distributed.comm._CROSS_PG):
-        if group is not None:
-            limit_waiting(group, ranks.device, config.comm.timeout_seconds)
+    # Kept there, they would outlive the process group that they are of.
+    comm._INTRA_PG = comm._CROSS_PG = None
     return sharded
 
 

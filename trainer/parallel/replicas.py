@@ -9,6 +9,7 @@ Axes: S ids that a lookup names, R bags, C columns.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,9 +41,9 @@ class Replicas:
         count = ranks.world_size // size
         if count == 1:
             return cls(ranks.group, None, 0)
-        groups = [[*range(number * size, (number + 1) * size)] for number in range(count)]
-        made = [_made([*of], ranks, timeout_seconds) for of in (*groups, *zip(*groups, strict=True))]
-        return cls(made[ranks.rank // size], made[count + ranks.rank % size], ranks.rank // size)
+        groups = np.arange(ranks.world_size).reshape(count, size)
+        own, peers = (_own(of, ranks, timeout_seconds) for of in (groups, groups.T))
+        return cls(own, peers, ranks.rank // size)
 
     @property
     def first_rank(self) -> int:
@@ -50,11 +51,20 @@ class Replicas:
         return self.number * self.group.size()
 
 
-def _made(members: list[int], ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
-    group = dist.new_group(members)
-    if ranks.rank in members:
-        limit_waiting(group, ranks.device, timeout_seconds)
-    return group
+def by_host(ranks: Ranks, size: int, per_host: int, timeout_seconds: int) -> list[dist.ProcessGroup]:
+    """For tables that groups of `size` ranks divide by hosts of `per_host`: the ranks of this one's host, and those of
+    its group with its number in their hosts. TorchRec would take both from the whole job. Collective."""
+    hosts = np.arange(ranks.world_size).reshape(-1, size // per_host, per_host)
+    across = hosts.transpose(0, 2, 1).reshape(-1, size // per_host)
+    return [_own(of, ranks, timeout_seconds) for of in (hosts.reshape(-1, per_host), across)]
+
+
+def _own(groups: np.ndarray, ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
+    """That with this rank among some groups [groups, ranks], which together are all ranks."""
+    made = {tuple(members): dist.new_group(members) for members in groups.tolist()}
+    (own,) = (group for members, group in made.items() if ranks.rank in members)
+    limit_waiting(own, ranks.device, timeout_seconds)
+    return own
 
 
 class PeerGradients:

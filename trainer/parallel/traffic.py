@@ -6,6 +6,7 @@ Axes: V unique ids of a table that a rank's batch names, R bags.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from logitmix.comm.config import CODECS, WireConfig
 from logitmix.modules.batch import Bags
 from logitmix.modules.config import LossConfig
 from logitmix.modules.schema import ITEM, USER, Schema
+from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
 from logitmix.trainer.parallel.plan import TablePlan
 
 ID_BYTES = 8
@@ -61,6 +63,7 @@ def rows_sent(
     found = Counter[Crossing]()
     W = len(ids_by_rank)
     size = group_size or W
+    of_host = gcd(size, per_host)
 
     def count(name: str, columns: int, rows: int, asked: bool, owner: int, asker: int) -> None:
         if owner != asker:
@@ -77,11 +80,11 @@ def rows_sent(
                 if not isinstance(named, Bags):
                     rows = _rows(named, shard.first_row, shard.rows)
                     count(name, shard.columns, rows, True, owner, rank)
-                elif table.sharding in ("table_row_wise", "grid_shard"):
+                elif table.sharding in DIVIDED_BY_HOST:
                     # Within the owners' host to the rank of the asker's number there, which sends the sums on.
-                    through = shard.rank - shard.rank % per_host + rank % per_host
-                    count(name, shard.columns, _bags(named), False, shard.rank, through)
-                    if shard.rank == through:
+                    through = owner - owner % of_host + rank % of_host
+                    count(name, shard.columns, _bags(named), False, owner, through)
+                    if owner == through:
                         count(name, shard.columns, _bags(named), False, through, rank)
                 else:
                     count(name, shard.columns, _bags(named), False, owner, rank)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchrec.distributed.comm
 import two_ranks
 from small_data import a_model, gather_table, small_config
 from torch import Tensor
@@ -146,13 +145,14 @@ def test_tables_may_be_divided_by_hosts() -> None:
 def limits() -> list[float]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     config = small_config(Path("none"), BY_HOST["grid sgd"] | {"tables.tags.pooled": True, "comm.timeout_seconds": 77})
-    with a_model(config, SCHEMA):
-        groups = (torchrec.distributed.comm._INTRA_PG, torchrec.distributed.comm._CROSS_PG)
+    with a_model(config, SCHEMA) as (model, _):
+        (sharding,) = model.pooled[0].module._embedding_shardings
+        groups = sharding._intra_pg, sharding._cross_pg
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_the_groups_of_hosts_have_the_time_limit_of_the_others() -> None:
-    """TorchRec makes them with torch's own."""
+    """torch makes them with its own."""
     assert two_ranks.run(limits) == [[77.0, 77.0]] * 2
 
 

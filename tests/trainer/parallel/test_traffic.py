@@ -34,6 +34,7 @@ def configs(folder: Path) -> list[Config]:
     ] + [
         *(small_config(folder, SETTINGS | {"tables.tags.sharding": sharding}) for sharding in BY_HOST),
         *(small_config(folder, SETTINGS | GROUPS | {"tables.sharding": sharding}) for sharding in SHARDINGS),
+        *(small_config(folder, SETTINGS | GROUPS | {"tables.tags.sharding": sharding}) for sharding in BY_HOST),
     ]
 
 
