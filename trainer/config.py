@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from logitmix.common.mappings import (
 from logitmix.common.messages import require_no_secrets
 from logitmix.common.plugins import Kinds, Registry, load_plugins, references
 from logitmix.modules.config import ENCODERS, LOSSES, SIMILARITIES, ModelConfig, without_user_component
+from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.trainer.metrics import METRICS
 from logitmix.trainer.schedule import SCHEDULES
 
@@ -489,3 +491,34 @@ def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -
     before = config.tables.by_name
     merged = before | {name: before.get(name, {}) | settings for name, settings in by_name.items()}
     return replace(config, tables=replace(config.tables, by_name=merged))
+
+
+def model_schema(schema: Schema, config: Config) -> Schema:
+    """The part of a dataset's schema that the model uses, with the configured widths and capacities of tables.
+
+    Raises ValueError for an unknown feature or table, a capacity of the items' table, and settings of rows that pass
+    from value to value where there are none.
+    """
+    used = schema.only(config.model.features)
+    names = [table.name for table in used.tables]
+    for name in config.tables.by_name:
+        if name not in names:
+            raise ValueError(f"tables.{name}: no table {name}{nearest(name, names)}; there are: {', '.join(names)}")
+    if not any(config.tables.of(name).capacity for name in names):
+        for name, setting in product(names, ("admit_after", "evict")):
+            value, without = getattr(config.tables.of(name), setting), "left out, because no table has a capacity"
+            require(value == getattr(TableSettings, setting), f"tables.{name}.{setting}", value, without)
+    return replace(used, tables=tuple(_configured(table, config) for table in used.tables))
+
+
+def _configured(table: Table, config: Config) -> Table:
+    settings = config.tables.of(table.name)
+    table = replace(table, dim=settings.dim or config.model.dim)
+    if settings.capacity and table.name == ITEM:
+        raise ValueError(
+            f"the capacity of table {ITEM} is {settings.capacity}, but all items are ranked, and each needs its own "
+            "row; set it for the tables of features alone: --tables.NAME.capacity"
+        )
+    if not settings.capacity or table.rows == 1:
+        return table
+    return replace(table, rows=1 + min(settings.capacity, table.rows - 1), values=table.rows)

@@ -15,7 +15,7 @@ from logitmix.common.messages import say
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import Stopped, end_lost, require_threads
 from logitmix.modules.config import sees_times
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.targets import target_weights
@@ -26,7 +26,7 @@ from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.projector import write_projector
 from logitmix.trainer.logs.telemetry import Telemetry, start_block
 from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema, parallelize
+from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
 from logitmix.trainer.run import checkpoint
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.folder import (

@@ -10,7 +10,7 @@ from logitmix.common.mappings import require
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer.commands.options import JSONOption, ScaleOption
 from logitmix.trainer.commands.recipe import of_recipe
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, model_schema
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -246,7 +246,7 @@ def plan_job(
     from logitmix.trainer.commands.step_time import GPUS, Load, step_time
     from logitmix.trainer.data.dataset import load_dataset
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
-    from logitmix.trainer.parallel.parallelize import model_schema, unsharded
+    from logitmix.trainer.parallel.parallelize import unsharded
     from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
     from logitmix.trainer.parallel.traffic import expected_ids, rows_sent, traffic
 

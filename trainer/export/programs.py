@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.nn import functional as F
@@ -288,6 +287,8 @@ def check_programs(model: ModelConfig) -> None:
 
 def check_avx2_programs(model: ModelConfig) -> None:
     """ValueError without a C++ compiler, or where it cannot be told what to compile for."""
+    import torch._inductor.config
+
     check_programs(model)
     if capabilities()["architecture"] != "x86_64" or not hasattr(torch._inductor.config.cpp, "march"):
         raise ValueError("--programs-cpu avx2 needs an x86-64 processor, and torch 2.13 or later")
@@ -295,6 +296,8 @@ def check_avx2_programs(model: ModelConfig) -> None:
 
 def write_avx2_programs(staging: Path, contents: Contents) -> Entries:
     """As `write_programs`, for every x86-64 processor with AVX2, whatever this one has."""
+    import torch._inductor.config
+
     with torch._inductor.config.patch({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}):
         return write_programs(staging, contents, ["x86_64", *_AVX2])
 
@@ -312,6 +315,9 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
     """Writes programs/NAME.pt2 for torch.export.load and programs/NAME.aoti.pt2, compiled for this machine's
     instruction set, which is that of `cpu` where it is given, for torch._inductor.aoti_load_package. ValueError if the
     compiler fails, OSError if the disk is full."""
+    # It takes a second to import.
+    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+
     (staging / PROGRAMS).mkdir()
     entries = Entries()
     for name, program in programs_of(contents).items():

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from logitmix.modules.towers import Tower
 from logitmix.trainer.parallel.optimizer import with_shards

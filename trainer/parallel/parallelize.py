@@ -7,7 +7,6 @@ exchanged (rows.py) through the wire's codec, and so are their gradients on the 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
 from typing import Any, cast
 
 import torch
@@ -25,15 +24,14 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks, own_group
-from logitmix.common.mappings import nearest, require
 from logitmix.modules.batch import Bags, Batch
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.modules.initialize import initialized
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
-from logitmix.modules.schema import ITEM, Schema, Table
+from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TableSettings
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, model_schema
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
@@ -237,37 +235,6 @@ def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[Ret
     embedded = embedding_tables(schema, config, device)
     with torch.device("meta"):
         return RetrievalModel(embedded, schema, config.model), embedded
-
-
-def model_schema(schema: Schema, config: Config) -> Schema:
-    """The part of a dataset's schema that the model uses, with the configured widths and capacities of tables.
-
-    Raises ValueError for an unknown feature or table, a capacity of the items' table, and settings of rows that pass
-    from value to value where there are none.
-    """
-    used = schema.only(config.model.features)
-    names = [table.name for table in used.tables]
-    for name in config.tables.by_name:
-        if name not in names:
-            raise ValueError(f"tables.{name}: no table {name}{nearest(name, names)}; there are: {', '.join(names)}")
-    if not any(config.tables.of(name).capacity for name in names):
-        for name, setting in product(names, ("admit_after", "evict")):
-            value, without = getattr(config.tables.of(name), setting), "left out, because no table has a capacity"
-            require(value == getattr(TableSettings, setting), f"tables.{name}.{setting}", value, without)
-    return replace(used, tables=tuple(_configured(table, config) for table in used.tables))
-
-
-def _configured(table: Table, config: Config) -> Table:
-    settings = config.tables.of(table.name)
-    table = replace(table, dim=settings.dim or config.model.dim)
-    if settings.capacity and table.name == ITEM:
-        raise ValueError(
-            f"the capacity of table {ITEM} is {settings.capacity}, but all items are ranked, and each needs its own "
-            "row; set it for the tables of features alone: --tables.NAME.capacity"
-        )
-    if not settings.capacity or table.rows == 1:
-        return table
-    return replace(table, rows=1 + min(settings.capacity, table.rows - 1), values=table.rows)
 
 
 def embedding_tables(schema: Schema, config: Config, device: torch.device) -> list[EmbeddingTable]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardedTensor, ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from logitmix.comm.collectives import all_to_all
 from logitmix.comm.process_group import Ranks

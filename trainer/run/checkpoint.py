@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from logitmix.common.checked import check_file, json_digest
 from logitmix.common.messages import say
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.parallel.growing import GrowingTable
-from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
 from logitmix.trainer.parallel.row_map import NONE, Layout, Named
 from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
 from logitmix.trainer.run.folder import checkpoint_paths, read_config, read_schema, require_alike
@@ -39,6 +38,10 @@ from logitmix.trainer.run.state import (
     weights_of,
 )
 from logitmix.trainer.run.tensor_files import Kind, SavedTensors
+
+if TYPE_CHECKING:
+    # It imports torchrec, which takes seconds and which evaluation and export do not need.
+    from logitmix.trainer.parallel.parallelize import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -132,14 +135,14 @@ class SavedModel:
         return torch.where(known.values[place] == wanted, known.indices[place], 0).numpy()
 
 
-def restore_tables(model: ParallelModel, optimizer: torch.optim.Optimizer, otherwise: int) -> None:
+def restore_tables(model: "ParallelModel", optimizer: torch.optim.Optimizer, otherwise: int) -> None:
     """Has the tables' optimizers adopt the state that was loaded, after as many steps as the tower's optimizer counts,
     those of an earlier run among them, from which this one goes on; `otherwise` if it counts none."""
     steps = max((int(of["step"]) for of in optimizer.state.values() if "step" in of), default=otherwise)
     model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
 
 
-def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> RunProgress:
+def restore(run: Path, model: "ParallelModel", optimizer: torch.optim.Optimizer) -> RunProgress:
     """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
 
     Damaged ones that are newer are renamed to damaged-step-N, and a line on stderr says so; with `train.on_damage` stop
@@ -164,7 +167,7 @@ def restore(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -
     return opened.progress
 
 
-def restore_best(run: Path, model: ParallelModel) -> int:
+def restore_best(run: Path, model: "ParallelModel") -> int:
     """Loads the weights of the best checkpoint in place, and returns its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
     state = evaluated(model)

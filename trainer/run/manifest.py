@@ -20,16 +20,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from logitmix.common.checked import Checked, fields_of, require_entry
 from logitmix.common.files import LARGEST
 from logitmix.common.mappings import brief, from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config
-from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run.folder import checkpoint_paths, fixed_settings, recorded_dataset
 from logitmix.trainer.run.metrics import RunProgress, require_shares
+
+if TYPE_CHECKING:
+    # As in checkpoint.py.
+    from logitmix.trainer.parallel.parallelize import ParallelModel
 
 MANIFEST = "checkpoint.json"
 FORMAT = Checked("logitmix checkpoint", 5)
@@ -72,7 +75,7 @@ class Manifest:
         return RunProgress(self.step, self.seconds, self.examples, self.validation, self.skipped)
 
 
-def described(model: ParallelModel, progress: RunProgress) -> dict[str, Any]:
+def described(model: "ParallelModel", progress: RunProgress) -> dict[str, Any]:
     """The fields of the manifest but `dataset` and `files`."""
     settings, schema = fixed_settings(model.config), model.tower.schema.to_mapping()
     return asdict(progress) | {"settings": settings, "schema": schema}

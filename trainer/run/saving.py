@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torchrec.distributed.types import ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from logitmix.comm.collectives import (
     SIGN_OF_LIFE,

@@ -1,19 +1,22 @@
 """What a checkpoint holds of a model and its optimizers, by the names of its tensors."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from logitmix.modules.schema import Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.growing import GrowingTable
-from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.row_map import Ints, Layout
 from logitmix.trainer.run.tensor_files import Kind, Rectangle, SavedTensors
+
+if TYPE_CHECKING:
+    # As in checkpoint.py.
+    from logitmix.trainer.parallel.parallelize import ParallelModel
 
 
 class Part(NamedTuple):
@@ -29,7 +32,7 @@ State: TypeAlias = dict[str, Held]
 """Tensors of a checkpoint by name and by reference: loading into them in place restores the model."""
 
 
-def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
+def state_of(model: "ParallelModel", optimizer: torch.optim.Optimizer) -> State:
     """The content of a checkpoint."""
     of_tables = model.table_optimizers.state_dict()
     of_tower = {name: optimizer.state[parameter] for name, parameter in model.tower.named_parameters()}
@@ -48,16 +51,16 @@ def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> State:
     }
 
 
-def evaluated(model: ParallelModel) -> State:
+def evaluated(model: "ParallelModel") -> State:
     """The weights that are evaluated, and which value each row of growing tables has."""
     return (_averages(model) or weights_of(model.tower, model.shards())) | _values(model)
 
 
-def _averages(model: ParallelModel) -> State:
+def _averages(model: "ParallelModel") -> State:
     return weights_of(model.average.tower, model.average.tables, AVERAGE) if model.average else {}
 
 
-def _values(model: ParallelModel) -> State:
+def _values(model: "ParallelModel") -> State:
     values: State = {}
     for name, table in model.growing.items():
         values |= _parts(table, {f"{VALUES}{name}": table.map.rows.id})

@@ -22,19 +22,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
 from logitmix.common.storage import fetch, path_of
 from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, changed, flatten
+from logitmix.trainer.config import Config, changed, flatten, model_schema
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import read_description
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.growing import GrowingTable
-from logitmix.trainer.parallel.parallelize import ParallelModel, model_schema
+from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.row_map import Named, RowMap
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved, restore_tables
 from logitmix.trainer.run.folder import read_schema, recorded_dataset

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from logitmix.modules.batch import Bags
 from logitmix.modules.embeddings import torchrec_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
-from logitmix.trainer.parallel.parallelize import embedding_tables, model_schema
+from logitmix.trainer.config import model_schema
+from logitmix.trainer.parallel.parallelize import embedding_tables
 from logitmix.trainer.parallel.plan import Devices, plan_tables
 
 ROWS, RANKS = 30, 2

@@ -15,10 +15,10 @@ from torchrec.distributed.types import ShardedTensor
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import Schema
 from logitmix.trainer.commands.plan import plan_job
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.parallel.growing import GrowingTable
-from logitmix.trainer.parallel.parallelize import embedding_tables, model_schema
+from logitmix.trainer.parallel.parallelize import embedding_tables
 from logitmix.trainer.parallel.plan import Devices
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 

@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from logitmix.common.plugins import Plugin
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
-from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, TableSettings
+from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, TableSettings, model_schema
 from logitmix.trainer.parallel import parallelize as parallelizing
 from logitmix.trainer.parallel.optimizer import ADAM
-from logitmix.trainer.parallel.parallelize import autocast, embedding_tables, model_schema
+from logitmix.trainer.parallel.parallelize import autocast, embedding_tables
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}

@@ -17,10 +17,9 @@ from small_data import a_model
 from logitmix.common.checked import check_file
 from logitmix.serving.directory.reader import read
 from logitmix.trainer.commands.report_page import write_report
-from logitmix.trainer.config import dump_toml
+from logitmix.trainer.config import dump_toml, model_schema
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.parallelize import model_schema
 from logitmix.trainer.run import checkpoint, checksums, manifest, state
 from logitmix.trainer.run.folder import read_config, read_schema
 from logitmix.trainer.run.metrics import keep_rows, read_rows

@@ -19,12 +19,11 @@ from torch import Tensor
 import logitmix.trainer.data.dataset as datasets
 import logitmix.trainer.run.warm_start as starting
 from logitmix.modules.schema import Feature, Schema, Table
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel.parallelize import model_schema
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.warm_start import warm_start
