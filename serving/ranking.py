@@ -24,7 +24,7 @@ from logitmix.serving.items import Items, shard_of
 from logitmix.serving.mapped import shared_corpus
 from logitmix.serving.model import CORPUS, scales_of
 from logitmix.serving.request import Options
-from logitmix.serving.topk import NOTHING, least_key, merge, rank_keys, split_keys
+from logitmix.serving.topk import NOTHING, best_keys, least_key, merge, rank_keys, split_keys
 
 _BIT = (1 << np.arange(8)).astype(np.uint8)
 
@@ -138,9 +138,7 @@ class Ranker:
     def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:
         """Keys [B, k] of the best of each query's candidates, which are as in Items.scores."""
         score_BK = self.items.scores(query.similarity, index_BK)
-        if index_BK.shape[1] > k:
-            index_BK, score_BK = _leading(index_BK, score_BK, k)
-        keys_BK = rank_keys(score_BK, index_BK).masked_fill(index_BK < 0, NOTHING)
+        keys_BK = best_keys(score_BK.masked_fill(index_BK < 0, -torch.inf), index_BK, k)
         return merge(torch.full((len(keys_BK), k), NOTHING, device=keys_BK.device), keys_BK, k)
 
     def _stage_1(
@@ -177,12 +175,12 @@ class Ranker:
         only_X = None if only is None else torch.from_numpy(only).to(device)
         chunk = max(1, NUMBERS[device.type] // (len(without) * similarity.pair_numbers))
         for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
-            keys_BN, place_T = rank_keys(score_BN, index_N), item_T - int(index_N[0])
+            place_T = item_T - int(index_N[0])
             inside_T = (place_T >= 0) & (place_T < len(index_N))
-            keys_BN[row_T[inside_T], place_T[inside_T]] = NOTHING
+            score_BN[row_T[inside_T], place_T[inside_T]] = -torch.inf
             if only_X is not None:
-                keys_BN.masked_fill_(~only_X[index_N], NOTHING)
-            best_BK = merge(best_BK, keys_BN, k)
+                score_BN.masked_fill_(~only_X[index_N], -torch.inf)
+            best_BK = merge(best_BK, best_keys(score_BN, index_N[None], k), k)
         return best_BK
 
     def _may_find(
@@ -230,17 +228,6 @@ def _bits(only: list[int] | None, without: list[int], start: int, count: int) ->
     if count % 8:
         bits[-1] &= (1 << count % 8) - 1
     return bits
-
-
-def _leading(index_BK: Tensor, score_BK: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The candidates that may be among the k best of each query, -1 and -inf after the last: a fraction of a
-    millisecond, where keys of all candidates take two."""
-    least_B = score_BK.topk(k, sorted=False).values.amin(1)
-    # Written so that NaN is kept, which the keys put first.
-    kept = [~(score_K < least) for score_K, least in zip(score_BK, least_B, strict=True)]
-    index = [index_K[of] for index_K, of in zip(index_BK, kept, strict=True)]
-    score = [score_K[of] for score_K, of in zip(score_BK, kept, strict=True)]
-    return pad_sequence(index, True, -1), pad_sequence(score, True, -torch.inf)
 
 
 def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:

@@ -26,6 +26,28 @@ def rank_keys(score_BN: Tensor, index_N: Tensor) -> Tensor:
     return (ordered_BN.to(torch.int64) << 32) | (_LOW - index_N)
 
 
+def best_keys(score_BN: Tensor, index_BN: Tensor, k: int) -> Tensor:
+    """The k highest keys [B, k] of each row in any order, or all if there are fewer; NOTHING for scores of -inf.
+    index_BN: or [1, N], the same for all rows.
+
+    FP32 scores take a third of the time that keys take. A row in which others are equal to the k-th is ranked by its
+    keys, and so is one with NaN.
+    """
+    index_BN = index_BN.expand_as(score_BN)
+    if k >= score_BN.shape[1]:
+        return _keys(score_BN, index_BN)
+    score_BK, place_BK = score_BN.topk(k, sorted=False)
+    keys_BK = _keys(score_BK, index_BN.gather(1, place_BK))
+    tied_B = (score_BN >= score_BK.amin(1, keepdim=True)).sum(1) != k
+    if tied_B.any():
+        keys_BK[tied_B] = _keys(score_BN[tied_B], index_BN[tied_B]).topk(k).values
+    return keys_BK
+
+
+def _keys(score_BN: Tensor, index_BN: Tensor) -> Tensor:
+    return rank_keys(score_BN, index_BN).masked_fill(score_BN == -torch.inf, NOTHING)
+
+
 def merge(best_BK: Tensor, keys_BN: Tensor, k: int) -> Tensor:
     """The k highest keys of both, highest first; all if there are fewer."""
     keys = torch.cat([best_BK, keys_BN], dim=1)

@@ -40,7 +40,7 @@ from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retrieved, Retriever, Row
 from logitmix.serving.texts import Texts
-from logitmix.serving.topk import NOTHING, merge, rank_keys, split_keys
+from logitmix.serving.topk import NOTHING, best_keys, merge, rank_keys, split_keys
 from logitmix.trainer.export import export as export_module
 
 X = 300
@@ -189,13 +189,14 @@ def test_keys_order_as_scores_then_indices(values: list[float], k: int) -> None:
 
 
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -torch.inf, torch.nan]) | scores, min_size=2, max_size=30), st.data())
-def test_what_leads_has_the_k_best(values: list[float], data: st.DataObject) -> None:
-    index, score = torch.arange(len(values))[None], torch.tensor([values])
-    k = data.draw(st.integers(1, len(values) - 1))
-    keys = rank_keys(*reversed(ranking._leading(index, score, k))).masked_fill(
-        ranking._leading(index, score, k)[0] < 0, NOTHING
+def test_best_keys_are_the_best_of_all_keys(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    score = torch.tensor([values, [of + 1 for of in values]])
+    index = data.draw(
+        st.sampled_from([torch.arange(len(values))[None], torch.arange(2 * len(values)).flip(0).view(2, -1)])
     )
-    assert merge(keys[:, :0], keys, k).equal(merge(keys[:, :0], rank_keys(score, index), k))
+    keys = rank_keys(score, index.expand_as(score)).masked_fill(score == -torch.inf, NOTHING)
+    assert best_keys(score, index, k).sort().values.equal(keys.topk(k, sorted=False).values.sort().values)
 
 
 def test_the_largest_index_fits_a_key() -> None:
