@@ -28,8 +28,9 @@ class ShardPlace:
     @classmethod
     def of(cls, shard: ShardMetadata) -> "ShardPlace":
         (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
-        assert shard.placement is not None
-        return cls(shard.placement.rank(), row, rows, column, columns)
+        rank = shard.placement.rank() if shard.placement else None
+        assert rank is not None
+        return cls(rank, row, rows, column, columns)
 
     def inside(self, id_V: Tensor) -> Tensor:
         """Which of the ids have their row in this shard, bool [V]."""
