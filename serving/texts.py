@@ -132,7 +132,7 @@ class Texts(Sequence[str]):
         lengths = self.bounds.diff()
         if int(self.bounds[0]) != 0 or int(self.bounds[-1]) != len(self.data) or bool((lengths < 0).any()):
             return "bounds do not divide their data"
-        if self.order is not None and not 0 <= int(self.order.min()) <= int(self.order.max()) < len(self):
+        if self.order is not None and len(self) and not 0 <= int(self.order.min()) <= int(self.order.max()) < len(self):
             return "order names texts that are not there"
         return None
 

@@ -8,6 +8,7 @@ from typing import Any
 from logitmix.common.checked import require_entry, require_fields
 from logitmix.common.mappings import brief, first_line, from_mapping
 from logitmix.serving.directory.format import (
+    COLUMNS,
     IDS,
     VOCABULARIES,
     WEIGHTS,
@@ -32,7 +33,8 @@ FIELDS = (*_WRITERS, *_SOURCE, *_ABOUT, "signature", "files")
 def about_of(file: Path, manifest: Mapping[str, Any]) -> About:
     """What a manifest says of an export, besides its files. A setting of the model that is missing takes its default:
     one that a newer logitmix adds must default to the earlier behavior."""
-    tree = {name: manifest[name] for name in _ABOUT} | {"source": {name: manifest[name] for name in _SOURCE}}
+    given = [name for name in (*_ABOUT, "filterable") if name in manifest]
+    tree = {name: manifest[name] for name in given} | {"source": {name: manifest[name] for name in _SOURCE}}
     try:
         about = from_mapping(About, tree, str(file))
     except TypeError as error:
@@ -44,7 +46,7 @@ def about_of(file: Path, manifest: Mapping[str, Any]) -> About:
     return about
 
 
-def data_files(file: Path, files: Any) -> list[str]:
+def data_files(file: Path, files: Any, about: About) -> list[str]:
     """The names of all files but the extras, as in the manifest."""
     if not isinstance(files, dict):
         raise ValueError(f"{file}: files is {brief(files)}, not a mapping")
@@ -56,7 +58,8 @@ def data_files(file: Path, files: Any) -> list[str]:
             raise ValueError(f"{file}: files.{name}.cpu is not a list of names")
     others = {name: entry for name, entry in files.items() if name not in extras}
     shards, tables = numbered(items_file, others), numbered(tables_file, others)
-    require_fields(others, (WEIGHTS, VOCABULARIES, IDS, *tables, *shards), f"{file}: files")
+    columns = [COLUMNS] if about.filterable else []
+    require_fields(others, (WEIGHTS, VOCABULARIES, IDS, *columns, *tables, *shards), f"{file}: files")
     for name, entry in others.items():
         require_entry(entry, f"{file}: files.{name}", ["tensors"])
     return list(others)

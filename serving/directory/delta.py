@@ -4,6 +4,7 @@
                         of the export that it applies to), manifest (that of the export that results), computed, scales,
                         files
     tower.safetensors   the weights of the towers, if they are others
+    columns.safetensors the columns to filter by, if they are others
     rows.safetensors    COLUMN/changed (I64 [C], rising) and the values of these rows: COLUMN/values, for bags and texts
                         also COLUMN/offsets and what each value has beside it. A column is items/NAME for what an export
                         stores of items, their ids and titles; tables/TABLE; or vocabularies/TABLE. A column without a
@@ -39,9 +40,11 @@ from logitmix.common.mappings import brief
 from logitmix.modules.features import Values
 from logitmix.modules.schema import ITEM
 from logitmix.modules.stage1 import LANES, ZERO, rows_of_blocks
+from logitmix.serving.columns import read_columns, stored_columns
 from logitmix.serving.directory.checks import about_of
 from logitmix.serving.directory.format import (
     CARD,
+    COLUMNS,
     IDS,
     WEIGHTS,
     About,
@@ -100,7 +103,8 @@ def read_delta(path: Path) -> Delta:
         raise ValueError(f"{file}: files is {brief(files)}, not a mapping")
     if manifest.get("sha256") != json_digest({name: of for name, of in manifest.items() if name != "sha256"}):
         raise ValueError(f"{file}: manifest.sha256 is not the digest of the manifest")
-    given = [name for name, there in ((WEIGHTS, files), (CARD, manifest["files"])) if name in there]
+    where = ((WEIGHTS, files), (COLUMNS, files), (CARD, manifest["files"]))
+    given = [name for name, there in where if name in there]
     require_fields(files, (ROWS, *given), f"{file}: files")
     for name, entry in files.items():
         require_entry(entry, f"{file}: files.{name}")
@@ -194,8 +198,10 @@ def applied(contents: Contents, delta: Delta, sides: bool = True) -> Contents:
     where = delta.path / ROWS
     weights = _tensors(delta, WEIGHTS) if WEIGHTS in delta.files else dict(contents.weights)
     rows = _tensors(delta, ROWS)
+    of_columns = _tensors(delta, COLUMNS) if COLUMNS in delta.files else stored_columns(contents.columns)
     try:
-        return _applied(contents, delta, weights, rows, sides)
+        found = read_columns(delta.about.filterable, of_columns)
+        return _applied(replace(contents, columns=found), delta, weights, rows, sides)
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where} does not fit the export: {' '.join(str(error).split()):.200}") from None
 
@@ -250,6 +256,7 @@ def _applied(
         shards=shards,
         raw_ids=texts("items/raw_ids", contents.raw_ids, ITEM),
         titles=titles,
+        columns=contents.columns,
         digest=delta.gives,
         delta=delta.number,
         files=contents.files,
@@ -472,6 +479,8 @@ def _require_described(contents: Contents, entries: Mapping[str, Any], sides: bo
         name = items_file(number, len(contents.shards))
         if described(shard) != entries[name]["tensors"]:
             raise ValueError(f"the tensors of {name} would not be those of its manifest")
+    if described(stored_columns(contents.columns)) != entries.get(COLUMNS, {"tensors": {}})["tensors"]:
+        raise ValueError(f"the tensors of {COLUMNS} would not be those of its manifest")
     for texts in (contents.raw_ids, *contents.vocabularies.values()):
         if problem := texts.problem():
             raise ValueError(problem)

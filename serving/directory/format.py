@@ -24,6 +24,9 @@
     ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where the
                          texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
                          titles.data and titles.bounds if there are titles
+    columns.safetensors  where there are filterable columns: NAME.values, F64 [X] with NaN for none, times in seconds
+                         since 1970; of text I32 [X], places among NAME.texts.data, NAME.texts.bounds and
+                         NAME.texts.order (distinct, in the format of the raw ids), -1 for none
     README.md            the model card, for people (trainer/export/card.py)
     STAGE.faiss, STAGE-hnsw.faiss, STAGE-ivfpq.faiss, STAGE.parquet
                          on request, the items' vectors for other engines, where STAGE is similarity or hindexer
@@ -44,6 +47,7 @@ All other tensors are FP32. The fields of the manifest:
     item_cache                whether the files of items hold the item cache
     precision                 fp32, bf16, fp16 or int8: how they store it
     exclude_history           whether retrieval leaves a history's own items out by default: as the model was evaluated
+    filterable                where there are such columns: {name: number, time or text}
     signature                 inputs and outputs of a retrieval
     files                     {name: {bytes, sha256, tensors: {name: {dtype, shape}}}}; extras, which retrieval does not
                               read, have no tensors; compiled programs have cpu, a list of the architecture and of the
@@ -67,6 +71,7 @@ from torch import Tensor
 from logitmix.common.checked import Checked
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.schema import ITEM, Owner, Schema
+from logitmix.serving.columns import Column, Kind
 from logitmix.serving.items import stored_type
 from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.model import IDS_ALONE, OWN_ROW, TABLE, Precision, item_types, row_shapes, weight_shapes
@@ -75,7 +80,7 @@ from logitmix.serving.texts import Texts
 
 FORMAT = Checked("logitmix serving directory", 4)
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
-VOCABULARIES = "vocabularies.safetensors"
+VOCABULARIES, COLUMNS = "vocabularies.safetensors", "columns.safetensors"
 CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
 _EXTRA = re.compile(
     r"README\.md|(similarity|hindexer)(\.parquet|(-hnsw|-ivfpq)?\.faiss)|query_tower\.onnx|"
@@ -87,7 +92,7 @@ Entries = dict[str, dict[str, Any]]
 """The field "files" of the manifest, or a part of it."""
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DTYPES |= {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
+DTYPES |= {torch.float64: "F64", torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class About:
     """Whether the shards hold the item tower's outputs, or its inputs."""
     precision: Precision = "fp32"
     """How they store the outputs."""
+    filterable: dict[str, Kind] = field(default_factory=dict)
+    """The columns of the items that requests can filter by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +141,8 @@ class Contents:
     """[X], distinct, with their order."""
     titles: Texts | None
     """[X], for people to read."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """Those of About.filterable."""
     digest: str = ""
     """The manifest's."""
     delta: int = 0
@@ -216,6 +225,13 @@ def expected_tensors(found: Mapping[str, Mapping[str, Any]], about: About) -> di
     for table in about.schema.tables:
         if table.name != ITEM:
             expected[VOCABULARIES] |= _texts_tensors(found[VOCABULARIES], table.name, table.rows)
+    if about.filterable:
+        expected[COLUMNS] = {}
+    for name, kind in about.filterable.items():
+        expected[COLUMNS][f"{name}.values"] = {"dtype": "I32" if kind == "text" else "F64", "shape": [about.num_items]}
+        if kind == "text":
+            count = int(found[COLUMNS][f"{name}.texts.order"]["shape"][0])
+            expected[COLUMNS] |= _texts_tensors(found[COLUMNS], f"{name}.texts", count)
     return expected
 
 

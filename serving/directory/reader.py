@@ -13,8 +13,10 @@ from logitmix.common.files import require_tensors
 from logitmix.common.mappings import brief
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM
+from logitmix.serving.columns import read_columns
 from logitmix.serving.directory.checks import FIELDS, about_of, data_files, require_model_tensors
 from logitmix.serving.directory.format import (
+    COLUMNS,
     DTYPES,
     FORMAT,
     IDS,
@@ -107,7 +109,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"no serving directory at {path} (it has no {MANIFEST})")
     manifest = FORMAT.read(file)
-    require_fields(fields_of(manifest), (*FIELDS, *({"plugins"} & manifest.keys())), str(file))
+    require_fields(fields_of(manifest), (*FIELDS, *({"filterable", "plugins"} & manifest.keys())), str(file))
     plugins = manifest.get("plugins", {})
     if not isinstance(plugins, dict) or not all(isinstance(version_of, str) for version_of in plugins.values()):
         raise ValueError(f"{file}: plugins is {brief(plugins)}, not versions by name")
@@ -116,7 +118,8 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Contents:
     file, entries = path / MANIFEST, manifest["files"]
-    about, data = about_of(file, manifest), data_files(file, entries)
+    about = about_of(file, manifest)
+    data = data_files(file, entries, about)
     of_items = numbered(items_file, data)
     own = {of_items[number] for number in part_of(range(len(of_items)), part, parts)}
     own.update([name for name in data if name not in of_items][part::parts])
@@ -133,6 +136,10 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     for name, shard in {} if about.item_cache else shards.items():
         if name in own and (problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema)):
             raise ValueError(f"{path / name}: its {problem}")
+    try:
+        columns = read_columns(about.filterable, found.get(COLUMNS, {}))
+    except ValueError as error:
+        raise ValueError(f"{path / COLUMNS}: its {error}") from None
     return Contents(
         about=about,
         weights=found[WEIGHTS],
@@ -141,6 +148,7 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
         shards=list(shards.values()),
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
+        columns=columns,
         digest=manifest["sha256"],
         files=files,
     )

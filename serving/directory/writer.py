@@ -23,7 +23,9 @@ from logitmix.common.mappings import require, to_mapping
 from logitmix.common.storage import is_copy, place_of
 from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM
+from logitmix.serving.columns import Column, stored_columns
 from logitmix.serving.directory.format import (
+    COLUMNS,
     FORMAT,
     IDS,
     MANIFEST,
@@ -86,6 +88,11 @@ def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None)
     return _write_tensors(staging / IDS, tensors)
 
 
+def write_columns(staging: Path, columns: Mapping[str, Column]) -> Entries:
+    """Writes the columns to filter by, if there are some."""
+    return _write_tensors(staging / COLUMNS, stored_columns(columns)) if columns else {}
+
+
 def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
     """Writes the last file, with the entries of all others; returns its content."""
     fields = {
@@ -101,6 +108,8 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "signature": signature(about.model, about.schema),
         "files": dict(sorted(entries.items())),
     }
+    if about.filterable:
+        fields["filterable"] = about.filterable
     if needed := plugins_of(about.model, about.schema):
         fields["plugins"] = needed
     return FORMAT.write(staging / MANIFEST, fields)
@@ -157,7 +166,7 @@ def _is_ours(path: Path) -> bool:
     if not (path / MANIFEST).is_file() or FORMAT.kind.encode() not in (path / MANIFEST).read_bytes():
         return False
     names = {entry.relative_to(path).as_posix() for entry in path.rglob("*")}
-    names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, PROGRAMS}
+    names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, COLUMNS, PROGRAMS}
     return all(is_extra(name) or re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 
@@ -168,7 +177,8 @@ def _tensors_of(texts: Texts, name: str) -> dict[str, Tensor]:
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entries:
     for name, value in tensors.items():
-        if not torch.isfinite(value).all():
+        # In columns NaN stands for no value.
+        if value.dtype != torch.float64 and not torch.isfinite(value).all():
             raise ValueError(f"{name} holds NaN or infinity: the training diverged; export another checkpoint")
     try:
         save_file({name: value.contiguous() for name, value in tensors.items()}, file)

@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +35,7 @@ from logitmix.serving.model import Precision
 from logitmix.serving.texts import Texts
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.columns import Column
+from logitmix.trainer.export.columns import column_of
 from logitmix.trainer.export.export import DatasetItems, Extra, export_model
 from logitmix.trainer.run.checkpoint import SavedModel
 
@@ -122,6 +125,22 @@ def raw_ids(num_items: int) -> list[str]:
     return [f"id {index * 7}" for index in range(num_items)]
 
 
+def small_columns(num_items: int) -> dict[str, list[Any]]:
+    """Of each kind, with items that have none."""
+    random = np.random.default_rng(num_items)
+
+    def drawn(*values: Any) -> list[Any]:
+        return [values[at] for at in random.integers(len(values), size=num_items)]
+
+    days = [date(2024, 1, day) for day in (1, 9, 20)]
+    return {
+        "price": drawn(None, 0.5, 3.0, 17.0, 40.0),
+        "in_stock": drawn(0, 1),
+        "category": drawn(None, "a", "b b", "c's", "d"),
+        "since": drawn(None, *days),
+    }
+
+
 def export_small(
     model: SmallModel,
     out: Path,
@@ -138,8 +157,10 @@ def export_small(
         rows = pa.array(range(len(model.others[table]))).cast(pa.string())
         return pa.chunked_array([pa.nulls(1, pa.string()), rows[1:]])
 
+    columns = {name: column_of(name, pa.array(values)) for name, values in small_columns(len(ids)).items()}
+    about = replace(about, filterable={name: column.kind for name, column in columns.items()})
     items = DatasetItems(
-        lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles]), model.features, vocabulary
+        lambda: pa.chunked_array([ids]), lambda: pa.chunked_array([titles]), model.features, vocabulary, columns
     )
     with process_group("cpu", 60) as ranks:
         export_model(model.saved(), about, items, out, overwrite, ranks, extras=extras)

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hostile_json import VALUES, edited, lacking, places, refused
@@ -25,6 +27,7 @@ from logitmix.serving.directory import reader
 from logitmix.serving.directory.format import FORMAT, About, Contents
 from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.directory.writer import (
+    write_columns,
     write_ids,
     write_items,
     write_manifest,
@@ -36,6 +39,7 @@ from logitmix.serving.model import CORPUS_SCALE, item_types, row_shapes, weight_
 from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 from logitmix.trainer.export import export as export_module
+from logitmix.trainer.export.columns import column_of
 
 X = 40
 FILES = (
@@ -45,6 +49,7 @@ FILES = (
     "ids.safetensors",
     "tables-00000-of-00001.safetensors",
     "vocabularies.safetensors",
+    "columns.safetensors",
 )
 """One of each kind."""
 SHARD_BYTES = 16 * (4 * (16 + 3 * 4 + 6) + 8 + 1)
@@ -90,7 +95,13 @@ def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents
     tables = {"item": StoredTable([rows["item"]]), "brand": StoredTable(rows["brand"].split([1, 2]))}
     vocabularies = {"brand": in_order(["", "é", "17"])}
     shown = None if titles is None else Texts.of(titles)
-    return Contents(about, weights, tables, vocabularies, shards, in_order(ids), shown)
+    values = {"price": [0.5, math.nan, *range(len(ids) - 2)], "day": ["2024-01-31", *[None] * (len(ids) - 1)]}
+    columns = {
+        name: column_of(name, pa.array(of))
+        for name, of in (values | {"kind": ["", "é\n", *["a"] * (len(ids) - 2)]}).items()
+    }
+    about = dataclasses.replace(about, filterable={name: column.kind for name, column in columns.items()})
+    return Contents(about, weights, tables, vocabularies, shards, in_order(ids), shown, columns)
 
 
 def write(contents: Contents, out: Path) -> dict[str, Any]:
@@ -104,6 +115,7 @@ def write(contents: Contents, out: Path) -> dict[str, Any]:
     for number, shard in enumerate(contents.shards):
         entries |= write_items(out, contents.about, number, len(contents.shards), shard)
     entries |= write_ids(out, contents.about, contents.raw_ids, contents.titles)
+    entries |= write_columns(out, contents.columns)
     return write_manifest(out, contents.about, entries)
 
 
@@ -114,6 +126,11 @@ def assert_same(left: Contents, right: Contents) -> None:
     assert {name: list(of) for name, of in left.vocabularies.items()} == {
         name: list(of) for name, of in right.vocabularies.items()
     }
+    columns = [
+        {name: (list(of.texts or ()), of.values.nan_to_num(-7).tolist()) for name, of in side.columns.items()}
+        for side in (left, right)
+    ]
+    assert columns[0] == columns[1]
     rows = [{f"{name}.{n}": t for name, p in of.tables.items() for n, t in enumerate(p.parts)} for of in (left, right)]
     parts = [(of.weights, rows_of, *of.shards) for of, rows_of in zip((left, right), rows, strict=True)]
     for a, b in zip(*parts, strict=True):
@@ -162,7 +179,7 @@ def test_the_manifest_says_what_is_here(original: Path) -> None:
     assert manifest["files"]["tables-00000-of-00001.safetensors"]["tensors"] == {
         "item": {"dtype": "F32", "shape": [1, 16]}
     }
-    assert len(manifest["files"]) == 7
+    assert len(manifest["files"]) == 8
     assert manifest["signature"]["inputs"]["history"]["max_length"] == 7
     for name, entry in manifest["files"].items():
         content = (original / name).read_bytes()
@@ -247,7 +264,7 @@ def test_a_file_that_is_cut_missing_or_none_is_seen(
 
 def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digests are right: they do not tell who made the export."""
-    file = served / "ids.safetensors"
+    file = served / "columns.safetensors"
     with file.open("wb") as out:
         out.write((90_000_000).to_bytes(8, "little"))
         out.truncate(100_000_000)
@@ -383,8 +400,8 @@ def test_tensors_of_another_model_are_refused(
 
 def test_tensors_of_a_type_that_no_export_has_are_refused(served: Path) -> None:
     tensors = load_file(served / FILES[2])
-    save_file(tensors | {"table": tensors["table"].double()}, served / FILES[2])
-    reseal(served, lambda manifest: manifest["files"][FILES[2]]["tensors"]["table"].update(dtype="F64"))
+    save_file(tensors | {"table": tensors["table"].short()}, served / FILES[2])
+    reseal(served, lambda manifest: manifest["files"][FILES[2]]["tensors"]["table"].update(dtype="I16"))
     assert_refused(served, f"{served / FILES[2]}: its tensors are not those of the manifest")
 
 
@@ -408,6 +425,23 @@ def test_ids_that_do_not_fit_are_refused(
     save_file(tensors, served / "ids.safetensors")
     reseal(served)
     assert_refused(served, "ids.safetensors", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("category.values", X, "its category.values are no places of its texts"),
+        ("category.values", -2, "its category.values are no places of its texts"),
+        ("category.texts.order", -1, "its category.texts.order names texts that are not there"),
+        ("price.values", math.inf, "its price.values are infinite"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(served: Path, name: str, value: float, message: str) -> None:
+    tensors = load_file(served / "columns.safetensors")
+    tensors[name][3] = value
+    save_file(tensors, served / "columns.safetensors")
+    reseal(served)
+    assert_refused(served, "columns.safetensors", message)
 
 
 @pytest.mark.parametrize(

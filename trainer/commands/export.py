@@ -9,7 +9,7 @@ from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace
-from logitmix.trainer.commands.words import parse
+from logitmix.trainer.commands.words import parse, parts
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Arguments(OverwriteOption, JSONOption, ProcessesOption):
     precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
     """How they are stored. bf16 and fp16 halve them; int8 is for the components of mol. Where fp16 cannot hold them,
     bf16 is taken."""
+    filterable: str = ""
+    """Columns of the items that requests can filter by, separated by commas: price,category,in_stock. The dataset's
+    features with one value for each item, unless there are --items."""
+    items: str = ""
+    """Table with these columns (CSV, JSON lines or Parquet), whose ids are in its column item or its first one."""
     faiss: bool = False
     """Also write the items' vectors as flat faiss indexes."""
     faiss_hnsw: bool = False
@@ -66,6 +71,8 @@ def run(words: list[str]) -> None:
         arguments.precision,
         extras,
         arguments.keep,
+        parts("--filterable", arguments.filterable),
+        arguments.items,
     )
     said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {arguments.run}"
     if manifest["precision"] != arguments.precision:
@@ -81,14 +88,19 @@ def _delta(arguments: Arguments) -> None:
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name, False) for name in EXTRAS}
     given |= {"--programs-cpu": arguments.programs_cpu != Arguments.programs_cpu}
     given |= {"--keep": arguments.keep is not None, "--overwrite": arguments.overwrite}
+    given |= {"--filterable": bool(arguments.filterable)}
     given |= {"--no-item-cache": not arguments.item_cache}
     given |= {"--precision": arguments.precision != Arguments.precision}
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
-            f"{wrong[0]} has no place beside --delta-from: a delta has the item cache of the earlier export"
+            f"{wrong[0]} has no place beside --delta-from: a delta has the item cache and columns of the earlier export"
         )
     content = export_delta(
-        fetch_run(arguments.run), path_of(arguments.delta_from), path_of(arguments.out), arguments.checkpoint
+        fetch_run(arguments.run),
+        path_of(arguments.delta_from),
+        path_of(arguments.out),
+        arguments.checkpoint,
+        arguments.items,
     )
     if is_main():
         of_both = content["files"], content["manifest"]["files"]

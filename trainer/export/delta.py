@@ -20,6 +20,7 @@ from logitmix.common.storage import is_copy
 from logitmix.launch.processes import is_main
 from logitmix.modules.features import Values
 from logitmix.modules.schema import ITEM
+from logitmix.serving.columns import stored_columns
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.delta import (
     DELTA,
@@ -39,7 +40,17 @@ from logitmix.serving.directory.delta import (
     taken,
     tensors_of,
 )
-from logitmix.serving.directory.format import CARD, FORMAT, MANIFEST, WEIGHTS, Contents, Entries, numbered, tables_file
+from logitmix.serving.directory.format import (
+    CARD,
+    COLUMNS,
+    FORMAT,
+    MANIFEST,
+    WEIGHTS,
+    Contents,
+    Entries,
+    numbered,
+    tables_file,
+)
 from logitmix.serving.model import scales_of
 from logitmix.serving.texts import Texts
 from logitmix.trainer.export.export import export
@@ -50,11 +61,14 @@ COMPARED_ROWS = 2**16
 """Rows that are compared at once."""
 
 
-def export_delta(run: Path, earlier: Path, out: Path, which: Literal["best", "last"] = "best") -> dict[str, Any]:
+def export_delta(
+    run: Path, earlier: Path, out: Path, which: Literal["best", "last"] = "best", items: str = ""
+) -> dict[str, Any]:
     """Writes what the export of a run has that an earlier export, with the deltas that lie beside `out`, lacks; returns
-    the content of its delta.json. The item cache and its precision are those of the earlier export. Alone, or under
-    torchrun. Raises ValueError as `export` does, if `out` exists, if the deltas beside it do not all follow the
-    earlier export, if the model is another, and if nothing differs.
+    the content of its delta.json. The item cache, its precision and the filterable columns, which are of the table
+    `items` if there is one, are those of the earlier export. Alone, or under torchrun. Raises ValueError as `export`
+    does, if `out` exists, if the deltas beside it do not all follow the earlier export, if the model is another, and if
+    nothing differs.
     """
     _require_folders(earlier, out)
     out = out.absolute()
@@ -67,7 +81,8 @@ def export_delta(run: Path, earlier: Path, out: Path, which: Literal["best", "la
         raise ValueError(f"{out} exists already; give another --out: a delta is not replaced")
     base = reader.read(earlier)
     try:
-        export(run, whole, True, which, base.about.item_cache, base.about.precision)
+        columns = base.about.filterable
+        export(run, whole, True, which, base.about.item_cache, base.about.precision, filterable=columns, items=items)
         if not is_main():
             return {}
         with in_turn(out.parent):
@@ -142,7 +157,9 @@ def write_delta(before: Contents, whole: Path, out: Path, number: int) -> dict[s
     with whole_directory(out) as staging:
         tower_changed = any(not _same(before.weights[name], of) for name, of in now.weights.items())
         scales = scales_of(now.shards[0])
-        names = [WEIGHTS] * tower_changed + [CARD] * (CARD in manifest["files"])
+        one, other = (stored_columns(of.columns) for of in (before, now))
+        others = one.keys() != other.keys() or any(not _same(one[name], other[name]) for name in one)
+        names = [WEIGHTS] * tower_changed + [COLUMNS] * (others and bool(other)) + [CARD] * (CARD in manifest["files"])
         for name in names:
             shutil.copyfile(whole / name, staging / name)
             sync(staging / name)
@@ -275,6 +292,7 @@ def _equal(one: Contents, other: Contents) -> bool:
         texts = {"raw_ids": of.raw_ids, "titles": of.titles, **of.vocabularies}
         return {
             **{f"weights/{name}": weight for name, weight in of.weights.items()},
+            **{f"columns/{name}": values for name, values in stored_columns(of.columns).items()},
             **{f"{number}/{name}": value for number, shard in enumerate(of.shards) for name, value in shard.items()},
             **{f"{name}/{at}": part for name, table in of.tables.items() for at, part in enumerate(table.parts)},
             **{f"{name}/{what}": getattr(given, what, None) for name, given in texts.items() for what in _OF_TEXTS},
@@ -296,6 +314,7 @@ def _written(staging: Path, contents: Contents, files: Mapping[str, Any]) -> Ent
         rows = {table: next(parts[table]) for table in files[name]["tensors"]}
         entries |= writer.write_tables(staging, about, number, len(names), rows)
     entries |= writer.write_vocabularies(staging, about, contents.vocabularies)
+    entries |= writer.write_columns(staging, contents.columns)
     for number, shard in enumerate(contents.shards):
         entries |= writer.write_items(staging, about, number, len(contents.shards), shard)
     return entries | writer.write_ids(staging, about, contents.raw_ids, contents.titles)

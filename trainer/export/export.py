@@ -29,6 +29,7 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.modules.stage1 import LANES
+from logitmix.serving.columns import Column as FilterColumn
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, items_of
@@ -39,6 +40,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
+from logitmix.trainer.export.columns import dataset_columns, filter_columns
 from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
 from logitmix.trainer.export.programs import (
     check_avx2_programs,
@@ -86,6 +88,8 @@ class DatasetItems:
     """The items' features, by name."""
     vocabulary: Callable[[str], pa.ChunkedArray] = lambda table: pa.chunked_array([[]], pa.string())
     """The values of a table of features by row, null for unknown."""
+    columns: Mapping[str, FilterColumn] = field(default_factory=dict)
+    """Those that requests can filter by."""
 
 
 def export(
@@ -97,13 +101,17 @@ def export(
     precision: Precision = "fp32",
     extras: Collection[Extra] = (),
     keep: int | None = None,
+    filterable: Collection[str] | None = None,
+    items: str = "",
 ) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
     returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards
     hold the items' rows and features, and the Retriever passes them through the item tower for each request.
     `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
     rank 0 makes. An export that is replaced is kept beside it as the last of `keep` former ones, of as many as there
-    are if None. The raw ids and titles come from the dataset directory that the run names. Raises ValueError if `out`
+    are if None. Requests can filter by the columns `filterable` of the table `items`, or without one of the dataset;
+    where there are none, a line says which there could be, but not for None. The raw ids and titles come from the
+    dataset directory that the run names. Raises ValueError if `out`
     exists and must not be overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
     epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
     be made, or if the precision cannot hold the items' sides.
@@ -115,16 +123,36 @@ def export(
     dataset = load_dataset(config.data.path)
     require_same_dataset(final, dataset)
     compared = facts_of(
-        "export", config, dataset, checkpoint=which, item_cache=item_cache, precision=precision, extras=sorted(extras)
+        "export",
+        config,
+        dataset,
+        checkpoint=which,
+        item_cache=item_cache,
+        precision=precision,
+        extras=sorted(extras),
+        filterable=sorted(filterable or ()),
+        items=items,
     )
     with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
         model = load_saved(final, which, ranks)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
         schema = served_schema(model.tower.schema)
-        about = About(model.config.model, source, model.num_items, exclude_history, schema, item_cache, precision)
+        columns = dict[str, FilterColumn]()
+        if filterable:
+            columns = filter_columns(filterable, dataset, items, say if ranks.rank == 0 else lambda line: None)
+        elif items:
+            raise ValueError("--items has the columns to filter by; name those to keep: --filterable price,in_stock")
+        elif filterable is not None and ranks.rank == 0 and (could := ",".join(dataset_columns(dataset))):
+            say(f"requests cannot filter by columns of the items; this export can keep --filterable {could}")
+        kinds = {name: column.kind for name, column in columns.items()}
+        about = About(
+            model.config.model, source, model.num_items, exclude_history, schema, item_cache, precision, kinds
+        )
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset), model)
-        items = DatasetItems(dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary)
+        of_dataset = DatasetItems(
+            dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary, columns
+        )
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
         if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
             say(line)
@@ -135,7 +163,7 @@ def export(
                 fetch_names(out)
 
             on_first_rank_at_length(begin, ranks)
-            manifest = export_model(model, about, items, out, overwrite, ranks, facts, extras, keep)
+            manifest = export_model(model, about, of_dataset, out, overwrite, ranks, facts, extras, keep)
             upload_run(out, ranks)
     return manifest
 
@@ -329,7 +357,7 @@ def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
         name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value", blanks=True)
         for name in names
     }
-    entries = writer.write_vocabularies(staging, about, vocabularies)
+    entries = writer.write_vocabularies(staging, about, vocabularies) | writer.write_columns(staging, dataset.columns)
     column = dataset.titles()
     shown = None if column is None else texts_of(column)
     raw_ids = in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")

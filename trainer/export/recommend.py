@@ -33,15 +33,15 @@ from logitmix.launch.processes import launched
 from logitmix.modules.features import Values
 from logitmix.modules.schema import Owner
 from logitmix.serving.encoding import Histories
+from logitmix.serving.expression import Filters
 from logitmix.serving.request import UNKNOWN, Options
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import ABSENT, Texts
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.expression import matches
 from logitmix.trainer.data.lookups import columns_of, values_of
+from logitmix.trainer.export.columns import AsNeeded, dataset_columns, read_items
 from logitmix.trainer.export.export import export
-from logitmix.trainer.export.update import read_items
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.folder import read_config
 
@@ -73,7 +73,7 @@ class Asked:
     items: str = ""
     """Table of the items that may be recommended; all without it."""
     where: str = ""
-    """A condition on its columns, without it on the dataset's features of items (trainer/data/expression.py)."""
+    """A condition on its columns, without it on the dataset's features of items (serving/expression.py)."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
@@ -218,15 +218,16 @@ def _only(
     else:
         dataset = dataset or load_dataset(asked.data)
         ids = dataset.raw_id_column().to_pylist()
-        features = dataset.schema.of("item")
-        columns = {of.name: dataset.single_values(of) for of in features if not (of.form.bag or of.form.wide)}
+        columns = dataset_columns(dataset)
         if not columns:
             raise ValueError(f"--where needs features of items, and {place} has none; give --items FILE")
     place_N = np.array(retriever.raw_ids.places(ids), np.int64)
     if len(absent := (place_N == ABSENT).nonzero()[0]):
         of = f"{len(absent):,} of {len(ids):,} items in {place} are not in the export"
         tell(f"{of}, such as {ids[int(absent[0])]!r}")
-    held_N = matches(asked.where, columns, len(ids)) if asked.where else np.ones(len(ids), bool)
+    held_N = np.ones(len(ids), bool)
+    if asked.where:
+        held_N = Filters(AsNeeded(columns), len(ids)).allowed(asked.where).mask
     only = np.zeros(retriever.num_items, bool)
     only[place_N[held_N & (place_N != ABSENT)]] = True
     if not only.any():

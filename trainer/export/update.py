@@ -6,15 +6,12 @@ Axes: R new items.
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from logitmix.common.files import clean_up, in_turn, whole_directory
@@ -22,17 +19,15 @@ from logitmix.common.messages import tell
 from logitmix.common.storage import alone, fetch, push
 from logitmix.modules.schema import Feature
 from logitmix.serving.directory import reader, writer
-from logitmix.serving.directory.format import CARD, IDS, Contents, is_extra, items_file
+from logitmix.serving.directory.format import CARD, COLUMNS, IDS, Contents, is_extra, items_file
 from logitmix.serving.items import CHUNK_ITEMS
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.features import as_in_requests, find_features
-from logitmix.trainer.data.joined import Joins, joins_of
+from logitmix.trainer.data.joined import joins_of
 from logitmix.trainer.data.prepare import TITLE, titles_of
-from logitmix.trainer.data.raw import SideTable
-from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import read_side
 from logitmix.trainer.export.card import renew_card
+from logitmix.trainer.export.columns import read_items, updated
 from logitmix.trainer.export.export import EXTRAS, about_new_items, in_order, texts_of, write_extras
 from logitmix.trainer.export.indexes import index_of
 
@@ -61,7 +56,9 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
         tell(said, line)
     features = {feature.name: feature for feature in contents.about.schema.of("item")}
     names = find_features(list(table.columns), features)
-    if said and (unused := sorted(column for column, name in names.items() if name not in (*features, TITLE))):
+    if said and (
+        unused := sorted(column for column, name in names.items() if name not in (*features, TITLE, *contents.columns))
+    ):
         tell(said, f"not used, for the model has no such features: {', '.join(unused)}")
     places = {raw_id: place for place, raw_id in enumerate(table.ids.to_pylist())}
     new = {raw_id: place for raw_id, place in places.items() if contents.raw_ids.find(raw_id) is None}
@@ -72,23 +69,8 @@ def _update(directory: Path, items: str, id_column: str, said: Console | None) -
         columns = {names[column]: values.take(pa.array(rows)) for column, values in table.columns.items()}
         shards = list(_shards(retriever, features, columns, list(new)))
         titles = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else None
-        _write(directory, contents, shards, list(new), titles)
+        _write(directory, contents, shards, list(new), titles, columns)
     return {"added": len(new), "known": len(places) - len(new), "num_items": contents.about.num_items + len(new)}
-
-
-def read_items(items: str, id_column: str, joins: Joins, said: Console | None = None) -> SideTable:
-    """A table of items; ValueError if a row is malformed."""
-    console = said or Console(stderr=True)
-    if not Path(items).exists():
-        raise ValueError(f"no file or folder at {items}; give a table (CSV, JSON lines or Parquet) with --items")
-    with (
-        TemporaryDirectory() as folder,
-        closing(Rejects(Path(folder, "rejects.tsv"), 0.0, console)) as rejects,
-        Progress(console=console, disable=True) as progress,
-    ):
-        table = read_side(items, "--items", id_column, rejects, progress, joins=joins)
-        rejects.finish()
-    return table
 
 
 def _shards(
@@ -106,6 +88,7 @@ def _write(
     shards: Sequence[Mapping[str, Tensor]],
     ids: list[str],
     titles: list[str] | None,
+    table: Mapping[str, pa.Array],
 ) -> None:
     about = replace(contents.about, num_items=contents.about.num_items + len(ids))
     before, files = len(contents.shards), reader.read_manifest(directory)["files"]
@@ -116,7 +99,7 @@ def _write(
         EXTRAS[kind].check(about.model)
     with whole_directory(directory, writer.kept(directory, None)) as staging:
         names = {items_file(number, before): items_file(number, count) for number in range(before)}
-        kept = [name for name in files if name not in (*names, *indexed, IDS, CARD)]
+        kept = [name for name in files if name not in (*names, *indexed, IDS, COLUMNS, CARD)]
         # Nobody needs an extra that was removed.
         names |= {name: name for name in kept if (directory / name).exists() or not is_extra(name)}
         for old, name in names.items():
@@ -130,6 +113,8 @@ def _write(
             shown = Texts.of([*old_titles, *(titles or [""] * len(ids))])
         raw_ids = texts_of(pa.chunked_array([[*contents.raw_ids, *ids]]))
         entries |= writer.write_ids(staging, about, in_order(raw_ids, "raw_ids name an item"), shown)
+        first = contents.about.num_items
+        entries |= writer.write_columns(staging, updated(contents.columns, about.num_items, table, ids, first))
         entries |= write_extras(staging, about, entries, kinds)
         if CARD in files:
             card = directory / CARD

@@ -465,6 +465,42 @@ def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
 
 
+def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
+    run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, stock = tmp_path / "served", tmp_path / "stock.csv"
+    export(run, out, filterable=[])
+    assert "this export can keep --filterable brand,price" in capsys.readouterr().err
+    export(run, out, True, filterable=["brand", "price"])
+    columns = read(out).columns
+    records = [item_record(dataset, item) for item in range(ITEMS)]
+    assert columns["brand"].texts is not None and columns["price"].kind == "number"
+    brands = [columns["brand"].texts[at] if at >= 0 else None for at in columns["brand"].values.tolist()]
+    assert brands == [record["brand"] or None for record in records]
+    assert columns["price"].values.tolist() == pytest.approx([record["price"] for record in records])
+    stock.write_text("item,left,day\n" + "".join(f"item-{item},{item % 3},2024-01-31\n" for item in range(1, ITEMS)))
+    with stock.open("a") as file:
+        file.write("other,,\n")
+    export(run, out, True, filterable=["left", "day"], items=str(stock))
+    said = capsys.readouterr().err
+    assert f"1 of {ITEMS} items of {dataset.path} are not in {stock}, such as 'item-0'" in said
+    assert f"1 of {ITEMS} rows of {stock} are not in the dataset, such as 'other'" in said
+    (tmp_path / "new.csv").write_text("item,left,price\nnew,7,1\nanother,,2\n")
+    update_items(out, str(tmp_path / "new.csv"))
+    contents = read(out)
+    assert contents.about.filterable == {"left": "number", "day": "time"}
+    left, day = (contents.columns[name].values.nan_to_num(-1).tolist() for name in ("left", "day"))
+    assert left == [-1, *[item % 3 for item in range(1, ITEMS)], 7, -1]
+    assert day == [-1, *[1706659200] * (ITEMS - 1), -1, -1]
+    (tmp_path / "new.csv").write_text("item,left\nnew 2,many\n")
+    with pytest.raises(ValueError, match="left of item 'new 2' is 'many'; it must be a number, or none"):
+        update_items(out, str(tmp_path / "new.csv"))
+    with pytest.raises(ValueError, match=r"--filterable: no column 'colour' in .*; there are: brand, price"):
+        export(run, out, True, filterable=["colour"])
+    with pytest.raises(ValueError, match="--items has the columns to filter by; name those to keep"):
+        export(run, out, True, items=str(stock))
+
+
 def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """From its parts, if nothing else differs; the bytes are the same."""
     monkeypatch.setattr(recommend_module, "BLOCK", 16)

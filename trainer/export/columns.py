@@ -1,0 +1,166 @@
+"""The items' columns that an export keeps for filters, of the dataset or of a table."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from logitmix.common.mappings import nearest
+from logitmix.serving.columns import NONE, Column, Kind, ordered
+from logitmix.serving.texts import Texts
+from logitmix.trainer.data.arrow import as_numpy, is_number, is_text, is_time
+from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.joined import Joins
+from logitmix.trainer.data.numbers import read_numbers
+from logitmix.trainer.data.raw import SideTable
+from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.sources.table import read_side
+from logitmix.trainer.data.times import nanoseconds_of_texts, nanoseconds_of_times, seconds_of_texts, seconds_of_times
+
+FLAG = "--filterable"
+_EXACT = 2**53
+"""FP64 represents all whole numbers below it exactly; columns with larger ones are text."""
+_CODE = "^[+-]?0[0-9]"
+"""How a text of digits begins that is no number, such as a postal code."""
+
+
+def read_items(items: str, id_column: str, joins: Joins, said: Console | None = None) -> SideTable:
+    """A table of items; ValueError if a row is malformed."""
+    console = said or Console(stderr=True)
+    if not Path(items).exists():
+        raise ValueError(f"no file or folder at {items}; give a table (CSV, JSON lines or Parquet) with --items")
+    with (
+        TemporaryDirectory() as folder,
+        closing(Rejects(Path(folder, "rejects.tsv"), 0.0, console)) as rejects,
+        Progress(console=console, disable=True) as progress,
+    ):
+        table = read_side(items, "--items", id_column, rejects, progress, joins=joins)
+        rejects.finish()
+    return table
+
+
+def dataset_columns(dataset: Dataset) -> dict[str, pa.Array]:
+    """The dataset's features of items that have one value for each."""
+    features = dataset.schema.of("item")
+    return {of.name: dataset.single_values(of) for of in features if not (of.form.bag or of.form.wide)}
+
+
+def filter_columns(
+    names: Collection[str], dataset: Dataset, table: str, tell: Callable[[str], object]
+) -> dict[str, Column]:
+    """The columns of these names for the dataset's items: of a table of items, or without one the dataset's features.
+    ValueError for other names, and for columns that cannot be compared."""
+    if table:
+        ids, read = dataset.raw_id_column().cast(pa.string()).combine_chunks(), read_items(table, "item", {})
+        if line := read.contradictions(Path(table).name):
+            tell(line)
+        places = pc.index_in(ids, value_set=read.ids)
+        for some, of, other in ((ids.filter(places.is_null()), f"{len(ids):,} items of {dataset.path}", table),
+                                (read.ids.filter(pc.invert(pc.is_in(read.ids, value_set=ids))),
+                                 f"{len(read.ids):,} rows of {table}", "the dataset")):  # fmt: skip
+            if len(some):
+                tell(f"{len(some):,} of {of} are not in {other}, such as {some[0].as_py()!r}")
+        there: Mapping[str, pa.Array] = read.of(ids)
+    else:
+        there = dataset_columns(dataset)
+    for name in names:
+        if name not in there:
+            place = table or dataset.path
+            known = ", ".join(there) or "none; give a table with --items"
+            raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, list(there))}; there are: {known}")
+    return {name: column_of(name, there[name]) for name in names}
+
+
+class AsNeeded(Mapping[str, Column]):
+    """Columns that are read when a condition names them."""
+
+    def __init__(self, columns: Mapping[str, pa.Array]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, name: str) -> Column:
+        return column_of(name, self._columns[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def updated(
+    columns: Mapping[str, Column], num_items: int, table: Mapping[str, pa.Array], ids: Sequence[str], first: int
+) -> dict[str, Column]:
+    """An export's columns for `num_items` items, of which those from `first` on have these ids and the values of the
+    rows of a table; they have none where it lacks a column. ValueError that names the item for a value of another
+    kind."""
+    found = {}
+    for name, column in columns.items():
+        values = []
+        for raw_id, given in zip(ids, table[name].cast(pa.string()).to_pylist() if name in table else (), strict=False):
+            try:
+                values.append(column.value(given))
+            except ValueError as error:
+                raise ValueError(f"{name} of item {raw_id!r} {error}") from None
+        found[name] = column.longer(num_items).changed(range(first, first + len(values)), values)
+    return found
+
+
+def column_of(name: str, values: pa.Array) -> Column:
+    """A column as an export holds it; a text that is blank is none. Text is read as numbers or dates where all of it
+    is such. ValueError that names it if its values cannot be compared."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    kind = values.type
+    if is_text(kind) or pa.types.is_null(kind):
+        return _of_texts(name, values.cast(pa.string()))
+    if is_time(kind):
+        seconds = seconds_of_times(values).cast(pa.float64(), safe=False)
+        return _numbers("time", pc.add(seconds, pa.array(nanoseconds_of_times(values) / 1e9)))
+    if pa.types.is_boolean(kind):
+        return _numbers("number", values.cast(pa.int8()))
+    if pa.types.is_integer(kind) and not _exact(values.cast(pa.float64(), safe=False)):
+        return _of_texts(name, values.cast(pa.string()))
+    if pa.types.is_floating(kind) and pc.any(pc.is_inf(values)).as_py():
+        raise ValueError(f"column {name}: one of its values is infinite")
+    if is_number(kind) or pa.types.is_decimal(kind):
+        # The FP32 number 4.1 is the FP64 number 4.1, too.
+        return _numbers("number", values.cast(pa.string()) if kind == pa.float32() else values)
+    raise ValueError(f"column {name}: values of type {kind} cannot be compared; give columns with one value an item")
+
+
+def _of_texts(name: str, texts: pa.StringArray) -> Column:
+    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    distinct = texts.drop_null().unique()
+    if len(distinct):
+        numbers = read_numbers(distinct, pa.float64()).values
+        coded = pc.any(pc.match_substring_regex(distinct, _CODE)).as_py()
+        if not numbers.null_count and not coded and _exact(numbers):
+            return _numbers("number", numbers.take(pc.index_in(texts, value_set=distinct)))
+        try:
+            seconds = seconds_of_texts(distinct)
+        except ValueError as error:
+            raise ValueError(f"column {name}: {error}") from None
+        if not seconds.null_count:
+            times = pc.add(seconds.cast(pa.float64()), pa.array(nanoseconds_of_texts(distinct) / 1e9))
+            return _numbers("time", times.take(pc.index_in(texts, value_set=distinct)))
+    distinct = distinct.sort()
+    places = pc.index_in(texts, value_set=distinct).fill_null(NONE) if len(distinct) else pa.array([NONE] * len(texts))
+    found = torch.from_numpy(as_numpy(places).astype(np.int32))
+    return Column("text", found, ordered(Texts.of(distinct.to_pylist())))
+
+
+def _exact(numbers: pa.Array) -> bool:
+    """Whether FP64 can hold them, if they are whole numbers."""
+    return (pc.max(pc.abs(numbers)).as_py() or 0.0) < _EXACT
+
+
+def _numbers(kind: Kind, values: pa.Array) -> Column:
+    numbers = as_numpy(values.cast(pa.float64(), safe=False).fill_null(np.nan))
+    return Column(kind, torch.from_numpy(numbers.astype(np.float64)))
