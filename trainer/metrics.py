@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 HIT_RATES = (1, 10, 50, 100, 200, 500)
+SETS_AT = (10, 50, 100)
 NOT_SERVED = 2**63 - 1
 
 
@@ -41,6 +42,25 @@ METRICS = Registry[Callable[["np.ndarray"], "np.ndarray"]](
         "mrr": _reciprocal_rank,
     },
 )
+
+
+def means_of_sets(hit_UK: "np.ndarray", count_U: "np.ndarray") -> dict[str, float]:
+    """recall@k, ndcg@k and map@k, means over users with several relevant items, in torchmetrics' definitions: `hit_UK`
+    says whether the best items are relevant, the best one first, and `count_U` how many items are, at least one. The
+    average precision of a user is the mean over the relevant items among the best k."""
+    import numpy as np
+
+    place_K = np.arange(1, hit_UK.shape[1] + 1)
+    gain_K, hits_UK = 1 / np.log2(place_K + 1.0), hit_UK.cumsum(1)
+    found: dict[str, float] = {}
+    for k in SETS_AT:
+        first_Uk, hits_U = hit_UK[:, :k], hit_UK[:, :k].sum(1)
+        ideal_U = gain_K.cumsum()[np.minimum(count_U, min(k, len(gain_K))) - 1]
+        precision_U = (first_Uk * hits_UK[:, :k] / place_K[:k]).sum(1)
+        found[f"recall@{k}"] = float(np.mean(hits_U / count_U))
+        found[f"ndcg@{k}"] = float(np.mean(first_Uk @ gain_K[:k] / ideal_U))
+        found[f"map@{k}"] = float(np.mean(precision_U / np.maximum(hits_U, 1)))
+    return found
 
 
 def means(rank_U: "np.ndarray") -> dict[str, float]:

@@ -22,6 +22,7 @@ from logitmix.modules.config import sees_times
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
@@ -39,7 +40,7 @@ from logitmix.trainer.evaluation.baselines import (
 from logitmix.trainer.evaluation.by_group import features_of, means_by_group
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.evaluation.ranking import Rankings, rank_corpus
-from logitmix.trainer.metrics import NOT_SERVED, means
+from logitmix.trainer.metrics import NOT_SERVED, SETS_AT, means, means_of_sets
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.agreement import facts_of
@@ -154,7 +155,7 @@ class Evaluation:
                 count(more)
 
             columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
-            batch_size, best = self.config.evaluate.batch_size, RECOMMENDED if split == "test" else 0
+            batch_size, best = self.config.evaluate.batch_size, self._best(split)
             embedder = Embedder(tower, tables, columns)
             rank = partial(rank_corpus, embedder, num_items)
             rankings = rank(users, batch_size, self.exclude_history, advance, best)
@@ -165,12 +166,35 @@ class Evaluation:
         metrics |= {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
         if rankings.best_UK is not None:
             metrics["targets/cold"] = _cold(users, self.training_counts)
-            metrics |= how_popular(rankings.best_UK.numpy(), users.target, self.training_counts)
+            best_UK = rankings.best_UK.numpy()
+            metrics |= how_popular(best_UK[:, :RECOMMENDED], users.target, self.training_counts)
+            if self.config.data.split == "time":
+                metrics |= self._of_period(best_UK, users)
         if earlier is not None:
             found = means(earlier.similarity_U.numpy())
             metrics |= {f"at_last_action/{name}": mean for name, mean in found.items()}
         rank_U = rankings.similarity_U.numpy()
         return metrics | self._by_group(rank_U, users), rank_U
+
+    def _best(self, split: Split) -> int:
+        """How many of the best items are needed."""
+        if split == "validation":
+            return 0
+        return max(SETS_AT) if self.config.data.split == "time" else RECOMMENDED
+
+    def _of_period(self, best_UK: np.ndarray, users: RankingUsers) -> dict[str, float]:
+        """As period/recall@10, the metrics of all different targets of each user in the test part, given what came
+        before the first of them; as period/targets their mean number."""
+        end_U, X = self.dataset.offsets[users.user + 1], self.dataset.num_items
+        place_T, row_T = ranges(users.place, end_U - users.place), np.repeat(np.arange(len(users)), end_U - users.place)
+        if self.held_out.places is not None:
+            may_T = np.isin(place_T, self.held_out.places)
+            place_T, row_T = place_T[may_T], row_T[may_T]
+        pair_P = np.unique(row_T * X + self.dataset.items_flat[place_T])
+        count_U = np.bincount(pair_P // X, minlength=len(users))
+        hit_UK = (best_UK >= 0) & np.isin(np.arange(len(users))[:, None] * X + best_UK, pair_P)
+        found = means_of_sets(hit_UK, count_U) | {"targets": float(count_U.mean())}
+        return {f"period/{name}": value for name, value in found.items()}
 
     def _by_group(self, rank_U: np.ndarray, users: RankingUsers) -> dict[str, float]:
         if not self.groups:

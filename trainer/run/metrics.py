@@ -116,7 +116,7 @@ def still_rising(run: Path, metric: str) -> str:
     )
 
 
-_SHARES = re.compile(r"(.*/)?((hr|ndcg|coverage|recall_of_top\d+)@\d+|mrr|repeated_targets|top_\d+_percent)")
+_SHARES = re.compile(r"(.*/)?((hr|ndcg|recall|map|coverage|recall_of_top\d+)@\d+|mrr|repeated_targets|top_\d+_percent)")
 """Metrics from 0 to 1."""
 
 
