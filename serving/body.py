@@ -17,6 +17,7 @@ MAX_HISTORY = 10_000
 MAX_IDS = 100_000
 """Most ids in `allowed` or `blocked`."""
 MAX_STAGE_1 = 1_000_000
+MAX_WHERE = 10_000
 
 
 def _ids(most: int) -> Any:
@@ -40,6 +41,7 @@ class Body(BaseModel):
     events: Annotated[list[dict[str, Any]], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
     allowed: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     blocked: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
+    where: Annotated[str, Field(max_length=MAX_WHERE)] | None = None
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     unknown: UnknownIds = "skip"
     exclude_history: bool | None = None

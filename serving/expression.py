@@ -8,7 +8,7 @@ Axes: X items.
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -23,7 +23,7 @@ _SAME = {"==": "=", "<>": "!="}
 _DEPTH, _CONDITIONS = 50, 200
 _CHUNK = 2**20
 """Items that are looked at together, a multiple of 8."""
-_CACHED, _CACHED_BYTES = 256, 2**28
+_CACHED, _CACHED_BYTES = 64, 2**28
 """Most conditions whose bits are kept, and most bytes of these."""
 
 Truth = tuple[np.ndarray, np.ndarray]
@@ -37,7 +37,7 @@ class Allowed:
 
     def __init__(self, bits: np.ndarray, num_items: int) -> None:
         """`bits`: uint8 [X / 8], the lowest bit first; 0 beyond the last item."""
-        self.bits, self._num_items = bits, num_items
+        self.bits, self.num_items = bits, num_items
         self.count = int(np.bitwise_count(bits).sum(dtype=np.int64))
 
     @classmethod
@@ -46,16 +46,25 @@ class Allowed:
         return cls(np.packbits(mask, bitorder="little"), len(mask))
 
     def __and__(self, other: "Allowed") -> "Allowed":
-        return Allowed(self.bits & other.bits, self._num_items)
+        return Allowed(self.bits & other.bits, self.num_items)
 
-    @cached_property
+    def has(self, items: np.ndarray) -> np.ndarray:
+        """Which of some items, by index, are among them."""
+        return (self.bits[items >> 3] >> (items & 7) & 1).astype(bool)
+
+    @property
     def mask(self) -> np.ndarray:
         """bool [X]."""
-        return np.unpackbits(self.bits, count=self._num_items, bitorder="little").view(bool)
+        return np.unpackbits(self.bits, count=self.num_items, bitorder="little").view(bool)
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """int64 [count]: their indices, ascending."""
+        return np.flatnonzero(self.mask)
 
     def part(self, start: int, count: int) -> np.ndarray:
         """The bits of `count` items from `start` on."""
-        if start % 8 or ((start + count) % 8 and start + count < self._num_items):
+        if start % 8 or ((start + count) % 8 and start + count < self.num_items):
             return np.packbits(self.mask[start : start + count], bitorder="little")
         return self.bits[start // 8 : -(-(start + count) // 8)]
 
@@ -64,15 +73,28 @@ class Filters:
     """The items of an export that conditions on its columns allow; what was computed is kept for the next request."""
 
     def __init__(self, columns: Mapping[str, Column], num_items: int) -> None:
-        self.columns, self._num_items = columns, num_items
-        most = max(1, min(_CACHED, _CACHED_BYTES // max(1, num_items // 8)))
-        self.allowed = lru_cache(most)(self._allowed)
+        self._num_items = num_items
+        self.change(columns)
 
-    def _allowed(self, text: str) -> Allowed:
-        """The items for which an expression is true. ValueError as `parsed` raises it."""
-        condition, parts = parsed(text, self.columns), []
+    def change(self, columns: Mapping[str, Column]) -> None:
+        """From now on, conditions are on these columns."""
+        most = max(1, min(_CACHED, _CACHED_BYTES // max(1, self._num_items // 8)))
+        # Requests in other threads see the former columns or these, and no mixture.
+        self._now = columns, lru_cache(most)(partial(self._allowed, columns))
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        return self._now[0]
+
+    def allowed(self, *texts: str) -> Allowed:
+        """The items for which all expressions are true. ValueError as `parsed` raises it."""
+        return self._now[1](*texts)
+
+    def _allowed(self, columns: Mapping[str, Column], *texts: str) -> Allowed:
+        conditions, parts = [parsed(text, columns) for text in texts], []
         for start in range(0, self._num_items, _CHUNK):
-            true, _ = condition(slice(start, min(start + _CHUNK, self._num_items)))
+            part = slice(start, min(start + _CHUNK, self._num_items))
+            true = np.logical_and.reduce([condition(part)[0] for condition in conditions])
             parts.append(np.packbits(true, bitorder="little"))
         return Allowed(np.concatenate([np.zeros(0, np.uint8), *parts]), self._num_items)
 

@@ -42,11 +42,12 @@ class LiveExport:
         group: Group | None = None,
         deltas: Path | None = None,
         shared: Path | None = None,
+        where: str = "",
     ) -> None:
-        """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `shared` as of the Retriever.
-        Raises ValueError if there is no intact export or no such folder."""
+        """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `shared` and `where` are as
+        of the Retriever. Raises ValueError if there is no intact export or no such folder."""
         self._directory, self._say, self._group, self._deltas = directory, say, group or Group(), deltas
-        self._shared = shared
+        self._shared, self._where = shared, where
         if deltas and not deltas.is_dir():
             raise ValueError(f"there is no folder {deltas}; make it, or give another --deltas")
         self.refused = ""
@@ -206,7 +207,7 @@ class LiveExport:
             contents = self._contents()
             if self._made and self._made[0] is contents:
                 return self._made[1]
-            retriever = Retriever(contents, group=self._group, shared=self._shared)
+            retriever = Retriever(contents, group=self._group, shared=self._shared, where=self._where)
             retriever.warm_up()
             self._made = contents, retriever
         except Exception as error:  # all processes must hear of it

@@ -19,6 +19,7 @@ from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides, Tower
 from logitmix.serving.directory.format import Contents
+from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items, shard_of
 from logitmix.serving.mapped import shared_corpus
@@ -41,8 +42,14 @@ class Task:
     excluded: list[list[int]]
     """Of each request, items that may not be found."""
     options: Options
-    only: np.ndarray | None = None
-    """bool [X]: the items that all requests may find; None: all."""
+    k: int
+    """Items that are wanted of each, however many the options say."""
+    where: list[list[str]]
+    """Of each request, conditions on the items that may be found, all of which must hold."""
+    few: list[bool]
+    """For which requests no more items may be found than stage 1 would keep, so that it is left out."""
+    only: Allowed | None = None
+    """The items that all requests may find; None: all."""
 
 
 class Ranker:
@@ -55,8 +62,10 @@ class Ranker:
         devices: Sequence[torch.device],
         group: Group,
         shared: Path | None = None,
+        filters: Filters | None = None,
     ) -> None:
         """`tower` is on the first device. `shared` as of the Retriever."""
+        self._filters = filters or Filters({}, contents.about.num_items)
         self._shared = shared / f"{contents.digest}.npy" if shared else None
         self.group, self._tower, shards = group, tower, contents.shards
         self._num_items = contents.about.num_items
@@ -99,29 +108,56 @@ class Ranker:
 
     def best(self, task: Task) -> Tensor:
         """Keys [B, k] of the best items of all processes for a task that all of them have."""
-        device, own = self.items.device, self.items.own
-        k, kept = min(task.options.k, self._num_items), task.options.kept
+        device, few = self.items.device, task.few
+        k, kept = min(task.k, self._num_items), task.options.kept
         query = each(task.query, lambda part: part.to(device))
-        two_stages = query.hindexer is not None and kept < self._num_items
-        few = [of is not None and (not two_stages or len(of) <= kept) for of in task.allowed]
+        may = [self._may(task.where[row], task.only) for row in range(len(few))]
         best_BK = torch.full((len(few), k), NOTHING, device=device)
         if rows := [row for row, are in enumerate(few) if are]:
-            candidates = [sorted(set(task.allowed[row] or ()) - set(task.excluded[row])) for row in rows]
-            here = [torch.tensor([item for item in of if item in own], dtype=torch.int64) for of in candidates]
+            here = [self._candidates(task.allowed[row], task.excluded[row], may[row]) for row in rows]
             best_BK[rows] = self._best_of(_of_rows(query, rows), pad_sequence(here, True, -1).to(device), k)
         if rows := [row for row, are in enumerate(few) if not are]:
             of_rows, without = _of_rows(query, rows), [task.excluded[row] for row in rows]
-            if two_stages:
-                assert of_rows.hindexer is not None
+            masks = [may[row] for row in rows]
+            if of_rows.hindexer is not None and kept < self._num_items:
                 allowed = [task.allowed[row] for row in rows]
                 best_BK[rows] = self._best_of(
-                    of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without, task.only), k
+                    of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without, masks), k
                 )
             else:
-                best_BK[rows] = self._best_of_all(of_rows, without, k, task.only)
+                best_BK[rows] = self._best_of_all(of_rows, without, k, masks)
         if self.group.size == 1:
             return best_BK
         return self.group.gather(best_BK, k).topk(k).values
+
+    def few(
+        self, query: Sides, options: Options, allowed: list[list[int] | None], where: list[list[str]]
+    ) -> list[bool]:
+        """Task.few. Of one stage, a list is few, and what a tenth of the items fulfill."""
+        two_stages = query.hindexer is not None and options.kept < self._num_items
+        most = options.kept if two_stages else self._num_items // 10
+        found = []
+        for some, conditions in zip(allowed, where, strict=True):
+            may = self._may(conditions, None)
+            is_short = some is not None and (not two_stages or len(some) <= most)
+            found.append(is_short or (may is not None and may.count <= most))
+        return found
+
+    def _may(self, where: list[str], only: Allowed | None) -> Allowed | None:
+        """The items that a request may find by conditions; None if all."""
+        found = self._filters.allowed(*where) if where else None
+        return found if only is None else only if found is None else found & only
+
+    def _candidates(self, allowed: list[int] | None, excluded: list[int], may: Allowed | None) -> Tensor:
+        """Those of this process's items that a request may find, ascending."""
+        own = self.items.own
+        if allowed is None:
+            assert may is not None
+            found = may.index[slice(*may.index.searchsorted((own.start, own.stop)))]
+        else:
+            found = np.array([item for item in sorted(set(allowed)) if item in own], np.int64)
+            found = found if may is None else found[may.has(found)]
+        return torch.from_numpy(found[~np.isin(found, excluded)] if excluded else found)
 
     @cached_property
     def corpora(self) -> list[tuple[int, Int8Corpus]]:
@@ -147,12 +183,12 @@ class Ranker:
         kept: int,
         allowed: list[list[int] | None],
         without: list[list[int]],
-        only: np.ndarray | None,
+        may: list[Allowed | None],
     ) -> Tensor:
         """Indices [B, <= kept] of those of the h-indexer's best items that are this process's, as Items.scores takes
-        them. `allowed` and `without` have the only items that each query may find, and those that it may not."""
+        them. `allowed` and `may` have the only items that each query may find, `without` those that it may not."""
         device, keys = self.items.device, []
-        for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without, only), strict=True):
+        for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without, may), strict=True):
             found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
             if len(self.corpora) == self.group.size == 1:
                 return found.items_BK
@@ -165,37 +201,43 @@ class Ranker:
         every_BN = self.group.gather(own_BN, min(kept, self._largest_part))
         return split_keys(_at_least(least_key(every_BN, kept), own_BN))[0]
 
-    def _best_of_all(self, query: Sides, without: list[list[int]], k: int, only: np.ndarray | None) -> Tensor:
-        """Keys [B, k] of the best items; `without` has the items to leave out for each query."""
+    def _best_of_all(self, query: Sides, without: list[list[int]], k: int, may: list[Allowed | None]) -> Tensor:
+        """Keys [B, k] of the best items; `without` has the items to leave out for each query, and `may` those that are
+        not."""
         device, similarity = self.items.device, self._tower.similarity
         row_T = torch.tensor([row for row, items in enumerate(without) for _ in items], dtype=torch.int64).to(device)
         # UNKNOWN is no item's index, so it excludes nothing.
         item_T = torch.tensor([item for items in without for item in items], dtype=torch.int64).to(device)
         best_BK = torch.full((len(without), k), NOTHING, device=device)
-        only_X = None if only is None else torch.from_numpy(only).to(device)
+        rows_of: dict[Allowed, list[int]] = {}
+        for row, of in enumerate(may):
+            if of is not None:
+                rows_of.setdefault(of, []).append(row)
+        out = [(rows, torch.from_numpy(~of.mask).to(device)) for of, rows in rows_of.items()]
         chunk = max(1, NUMBERS[device.type] // (len(without) * similarity.pair_numbers))
         for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
             place_T = item_T - int(index_N[0])
             inside_T = (place_T >= 0) & (place_T < len(index_N))
             score_BN[row_T[inside_T], place_T[inside_T]] = -torch.inf
-            if only_X is not None:
-                score_BN.masked_fill_(~only_X[index_N], -torch.inf)
+            for rows, out_X in out:
+                out_N = out_X[int(index_N[0]) : int(index_N[0]) + len(index_N)]
+                score_BN[rows] = score_BN[rows].masked_fill(out_N, -torch.inf)
             best_BK = merge(best_BK, best_keys(score_BN, index_N[None], k), k)
         return best_BK
 
     def _may_find(
-        self, allowed: list[list[int] | None], without: list[list[int]], only: np.ndarray | None
+        self, allowed: list[list[int] | None], without: list[list[int]], may: list[Allowed | None]
     ) -> list[Tensor | None]:
         """For each device, bits of the items that each query may find, as `hindexer_topk` takes them; None if all may
         find all."""
-        if only is None and not any(without) and all(of is None for of in allowed):
+        if not any(without) and all(of is None for of in (*allowed, *may)):
             return [None] * len(self.corpora)
         rows: list[list[np.ndarray]] = [[] for _ in self.corpora]
-        for some, out in zip(allowed, without, strict=True):
+        for some, out, also in zip(allowed, without, may, strict=True):
             for of_part, (start, corpus) in zip(rows, self.corpora, strict=True):
                 bits = _bits(some, out, start, corpus.num_items)
-                if only is not None:
-                    bits &= np.packbits(only[start : start + corpus.num_items], bitorder="little")
+                if also is not None:
+                    bits &= also.part(start, corpus.num_items)
                 of_part.append(bits)
         return [
             torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)

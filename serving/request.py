@@ -12,6 +12,7 @@ from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES
 from logitmix.serving.directory.format import Contents
+from logitmix.serving.expression import Filters
 from logitmix.serving.texts import FEW
 
 STAGE_1 = 100_000
@@ -49,6 +50,9 @@ class Request(TypedDict, total=False):
     h-indexer keeps."""
     blocked: Sequence[str | int]
     """Raw ids of items to leave out. Unknown ids are ignored, here and in `allowed`."""
+    where: str
+    """A condition on the export's filterable columns: only items for which it is true are ranked, k' of them in stage 1
+    (serving/expression.py)."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,18 @@ class Asked:
     """Of the items, and of the request."""
     blocked: list[int] = field(default_factory=list)
     allowed: list[int] | None = None
+    where: list[str] = field(default_factory=list)
+    """Conditions, all of which must hold."""
 
 
 class RequestReader:
     """Reads requests to an export: what they must have, and the items that their ids name."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, filters: Filters, where: str = "") -> None:
+        """`where`: a condition on the items of all answers. ValueError if there can be none such."""
+        self._filters, self._where = filters, [where] if where.strip() else []
+        if self._where:
+            filters.allowed(*self._where)
         self._raw_ids, self._about = contents.raw_ids, contents.about
         self._places_of_list = lru_cache(_LISTS)(contents.raw_ids.places)
         # A dataset may have a feature of this name that means something else.
@@ -155,7 +165,21 @@ class RequestReader:
             [*(times[at] for at in kept), times[-1]] if times and kept else None,
             self._some(_ids(request, "blocked", place)),
             None if request.get("allowed") is None else self._some(_ids(request, "allowed", place)),
+            self._conditions(request, place),
         )
+
+    def _conditions(self, request: Request, place: int) -> list[str]:
+        """On the items that a request may find. ValueError, with its number, for what is no condition."""
+        given: Any = request.get("where")
+        if given is None or given == "":
+            return self._where
+        if not isinstance(given, str):
+            raise ValueError(f"request {place}: where is {given!r:.40}; it must be text, such as 'price < 50'")
+        try:
+            self._filters.allowed(*self._where, given)
+        except ValueError as error:
+            raise ValueError(f"request {place}: {error}") from None
+        return [*self._where, given]
 
     def known(self, raw_ids: Sequence[str | int]) -> list[int]:
         """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
@@ -188,7 +212,7 @@ class RequestReader:
         for item in items:
             if not 0 <= item <= last:
                 raise ValueError(f"history {place} holds {item}; item indices go from 0 to {last}")
-        return Asked(place, items)
+        return Asked(place, items, where=self._where)
 
     def _some(self, texts: list[str]) -> list[int]:
         """Item indices of those ids that are in the corpus."""

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +22,7 @@ from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, Histories, finite, require_finite, too_large
 from logitmix.serving.explain import Why, explain
+from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
@@ -64,10 +64,12 @@ class Retriever:
         on: Sequence[str | torch.device] = ("cpu",),
         group: Group | None = None,
         shared: Path | None = None,
+        where: str = "",
     ) -> None:
         """The shards of items are divided among the processes of the group, and each part among the devices that it
         names in `on`. The first device also encodes the queries. `shared`: a folder of processes that all have all
-        items on the CPU, for a file with what they would hold a copy of otherwise."""
+        items on the CPU, for a file with what they would hold a copy of otherwise. `where`: a condition on the items of
+        all answers; ValueError if the export cannot have it."""
         self._about = about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles = contents.raw_ids, contents.titles
@@ -76,8 +78,9 @@ class Retriever:
         devices = [torch.device(of) for of in on]
         weights = {name: of.to(devices[0]) for name, of in contents.weights.items()}
         self.tower = trained_tower(about.model, about.schema, weights)
-        self._reader = RequestReader(contents)
-        self._ranker = Ranker(contents, self.tower, devices, group or Group(), shared)
+        self.filters = Filters(contents.columns, about.num_items)
+        self._reader = RequestReader(contents, self.filters, where)
+        self._ranker = Ranker(contents, self.tower, devices, group or Group(), shared, self.filters)
         self.features = FeatureReader(about.schema, contents.vocabularies)
         tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
         self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)
@@ -89,6 +92,7 @@ class Retriever:
         path: str | Path,
         device: str | torch.device | Sequence[str | torch.device] = "cpu",
         group: "dist.ProcessGroup | None" = None,
+        where: str = "",
     ) -> "Retriever":
         """Reads a serving directory, at a path or a URL; the model, its tables and the items go to `device`, cpu or
         cuda. On the CPU rows and items stay in their files until they are used. Several devices share the items, file
@@ -97,10 +101,11 @@ class Retriever:
         The processes of a `group` of torch.distributed that has gloo share the items likewise, each with the devices
         that it names. All of them make the same calls, with the same requests, and get the same answers; or rank 0
         makes them, the others `follow`, and rank 0 ends with `release`. They read one directory. Rank 0 alone encodes
-        the requests, and so reads the rows of their histories from the files of all parts.
+        the requests, and so reads the rows of their histories from the files of all parts. All answers have only items
+        for which the condition `where` is true (serving/expression.py).
 
         Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
-        version, and for a device that does not exist; all processes raise what one finds.
+        version, and for a device or a condition that cannot be; all processes raise what one finds.
         """
         if not isinstance(path, str | Path):
             raise ValueError(f"the path is {path!r:.100}; it must be text or a Path")
@@ -114,7 +119,7 @@ class Retriever:
         devices = of_ranks.all(lambda: _devices(device))[of_ranks.rank]
         if len(set(of_ranks.all(reading))) > 1:
             raise ValueError(f"the processes find different exports at {path}; they must share one file system")
-        return cls(found[0], devices, of_ranks)
+        return cls(found[0], devices, of_ranks, where=where)
 
     def __repr__(self) -> str:
         features = ", ".join(of.name for of in self.tower.schema.features)
@@ -239,14 +244,15 @@ class Retriever:
 
     @torch.inference_mode()
     def best(
-        self, read: Histories, excluded: list[list[int]], options: Options, only: np.ndarray | None = None
+        self, read: Histories, excluded: list[list[int]], options: Options, only: Allowed | None = None
     ) -> Retrieved:
         """`retrieve` for histories that are read already. `excluded` has the items that each may not find, whatever the
-        options say; all may find those of `only` alone (bool [X]). ValueError that names the history, from 0, for one
+        options say; all may find those of `only` alone. ValueError that names the history, from 0, for one
         that is not finite."""
         query = self._encoder.sides(read)
         require_finite(query, [f"history {place}" for place in range(len(excluded))])
-        task = Task(self.digest, query, [None] * len(excluded), excluded, options, only)
+        B = len(excluded)
+        task = Task(self.digest, query, [None] * B, excluded, options, options.k, [[]] * B, [False] * B, only)
         return Retrieved(*split_keys(self._ranker.rank(lambda: task).cpu()))
 
     @torch.inference_mode()
@@ -322,7 +328,9 @@ class Retriever:
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
         if self._ranker.group.size > 1:
             query = each(query, Tensor.cpu)
-        return Task(self.digest, query, [of.allowed for of in asked], excluded, options)
+        allowed, where = [of.allowed for of in asked], [of.where for of in asked]
+        few = self._ranker.few(query, options, allowed, where)
+        return Task(self.digest, query, allowed, excluded, options, options.k, where, few)
 
 
 def _devices(given: str | torch.device | Sequence[str | torch.device]) -> list[str | torch.device]:

@@ -92,6 +92,8 @@ class Settings:
     """Milliseconds that a request waits for others, at most."""
     stage1: int | None = None
     """For requests that do not say."""
+    where: str = ""
+    """A condition on the items of all answers."""
     drain: float = 0.0
     """Seconds between the signal to end and the last new connection; meanwhile /readyz answers 503."""
     shadow_share: float = 1.0
@@ -133,13 +135,13 @@ def serve(
     if of_ranks.rank:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        return LiveExport(directory, say, of_ranks, deltas).follow()
+        return LiveExport(directory, say, of_ranks, deltas, where=settings.where).follow()
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
         saying = partial(_say_of, say, f"worker {worker.number}") if worker else say
-        export = LiveExport(directory, saying, of_ranks, deltas, worker.folder if worker else None)
+        export = LiveExport(directory, saying, of_ranks, deltas, worker.folder if worker else None, settings.where)
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
-        other = LiveExport(shadow, partial(_say_of, saying, "shadow")) if shadow else None
+        other = LiveExport(shadow, partial(_say_of, saying, "shadow"), where=settings.where) if shadow else None
         server = make_server(export, replace(settings, allowed=allowed), worker, other)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -41,7 +41,7 @@ def about_of(file: Path, manifest: Mapping[str, Any]) -> About:
         raise ValueError(f"{file}: {error}") from None
     if not 1 <= about.num_items <= MAX_ITEMS:
         raise ValueError(f"{file}: num_items is {about.num_items}, not a number from 1 to {MAX_ITEMS}")
-    if manifest["signature"] != signature(about.model, about.schema):
+    if manifest["signature"] != signature(about):
         raise ValueError(f"{file}: its signature is not that of its model and schema")
     return about
 

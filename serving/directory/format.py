@@ -174,8 +174,10 @@ def numbered(name: Callable[[int, int], str], names: Collection[str]) -> list[st
     return [name(number, count) for number in range(count)]
 
 
-def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
+def signature(about: About) -> dict[str, Any]:
     """Inputs and outputs of a retrieval, for readers of the manifest."""
+    model, schema = about.model, about.schema
+    columns = {"where": f"condition on the columns {', '.join(about.filterable)}"} if about.filterable else {}
 
     def features(owner: Owner) -> dict[str, str]:
         return {of.name: of.form.in_request(of) for of in schema.of(owner)}
@@ -195,6 +197,7 @@ def signature(model: ModelConfig, schema: Schema = IDS_ALONE) -> dict[str, Any]:
             "events": {"one a history item, oldest first": features("event")},
             "allowed": "raw ids; only these items are ranked where it is given",
             "blocked": "raw ids of items that are left out",
+            **columns,
             "k": "number of items to retrieve",
         },
         "new_items": features("item"),

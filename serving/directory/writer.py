@@ -105,7 +105,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "exclude_history": about.exclude_history,
         "item_cache": about.item_cache,
         "precision": about.precision,
-        "signature": signature(about.model, about.schema),
+        "signature": signature(about),
         "files": dict(sorted(entries.items())),
     }
     if about.filterable:

@@ -38,7 +38,7 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Table of the items that may be recommended (CSV, JSON lines or Parquet), such as what is in stock; all when left
     empty."""
     where: str = ""
-    """A condition on its columns, or on the dataset's features of items if there is no table:
+    """A condition on its columns; without a table, on the export's filterable columns, or the dataset's features:
     "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""

@@ -50,9 +50,12 @@ class Arguments(JSONOption, ItemProcessesOption):
     """Raw item ids, written as those of --history: only these are ranked. All when left empty."""
     blocked: str = ""
     """Raw item ids, written as those of --history, that are left out."""
+    where: str = ""
+    """A condition on the export's filterable columns: "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))".
+    Only items for which it is true are ranked."""
     histories: str = ""
     """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
-    user, events, allowed and blocked. The answers go to the file --out."""
+    user, events, allowed, blocked and where. The answers go to the file --out."""
     out: str = ""
     """File to write with --histories: one JSON list per line, the items for each request."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
@@ -94,6 +97,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         "user": json_value("--user", arguments.user, dict),
         "events": json_value("--events", arguments.events, list),
         "blocked": parts("--blocked", arguments.blocked),
+        "where": arguments.where,
     }
     if arguments.allowed:
         request["allowed"] = parts("--allowed", arguments.allowed)
@@ -130,7 +134,7 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
-    for name in ("history", "timestamps", "time", "user", "events", "allowed", "blocked"):
+    for name in ("history", "timestamps", "time", "user", "events", "allowed", "blocked", "where"):
         if getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))

@@ -35,6 +35,9 @@ class Arguments(ItemProcessesOption):
     """CPU threads of the model; torch's default when 0, and all cores divided among the processes or workers."""
     stage1: int | None = None
     """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
+    where: str = ""
+    """A condition on the export's filterable columns, such as "in_stock = 1", on the items of all answers, besides that
+    of a request."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
     drain_seconds: float = 0.0
@@ -75,7 +78,14 @@ def run(words: list[str]) -> None:
     from logitmix.serving.server import Settings, serve
 
     allowed = Allowed(arguments.allow_host, arguments.allow_origin, token)
-    settings = Settings(arguments.wait_ms, arguments.stage1, arguments.drain_seconds, arguments.shadow_share, allowed)
+    settings = Settings(
+        arguments.wait_ms,
+        arguments.stage1,
+        arguments.where,
+        arguments.drain_seconds,
+        arguments.shadow_share,
+        allowed,
+    )
     directory = path_of(arguments.directory)
     with items_group("serve") as group:
         deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))

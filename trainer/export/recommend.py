@@ -33,7 +33,7 @@ from logitmix.launch.processes import launched
 from logitmix.modules.features import Values
 from logitmix.modules.schema import Owner
 from logitmix.serving.encoding import Histories
-from logitmix.serving.expression import Filters
+from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.request import UNKNOWN, Options
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import ABSENT, Texts
@@ -73,7 +73,8 @@ class Asked:
     items: str = ""
     """Table of the items that may be recommended; all without it."""
     where: str = ""
-    """A condition on its columns, without it on the dataset's features of items (serving/expression.py)."""
+    """A condition on its columns; without it, on the export's filterable columns, and if there are none, on the
+    dataset's features of items (serving/expression.py)."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
@@ -82,8 +83,6 @@ class Asked:
             )
         if self.users and self.similar_items:
             raise ValueError("--users has no place beside --similar-items, which asks for all items; leave it out")
-        if self.where and not self.items and self.similar_items and not self.data:
-            raise ValueError("--where is on the columns of a table or a dataset: give --items FILE or --data.path DIR")
 
     @property
     def parts(self) -> Path:
@@ -126,7 +125,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
         "of": hashlib.sha256(chosen.tobytes()).hexdigest(),
-        "only": "" if only is None else hashlib.sha256(only.tobytes()).hexdigest(),
+        "only": "" if only is None else hashlib.sha256(only.bits.tobytes()).hexdigest(),
         "options": asdict(options),
     }
     blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
@@ -204,18 +203,23 @@ def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
     return np.array(found, np.int64)
 
 
-def _only(
-    asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Callable[[str], None]
-) -> NDArray[np.bool_]:
-    """Which items of the export [X] are in the table, or the dataset, and fulfill the condition; `dataset` if it is
+def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Callable[[str], None]) -> Allowed:
+    """The items of the export that are in the table, if there is one, and fulfill the condition; `dataset` if it is
     loaded. ValueError if there are none."""
     place, columns = asked.items or asked.data, {}
+    if retriever.filters.columns and not asked.items:
+        return _some(retriever.filters.allowed(asked.where), f"with {asked.where}", tell)
     if asked.items:
         table = read_items(asked.items, "item", {})
         ids, columns = table.ids.to_pylist(), table.columns
         if line := table.contradictions(Path(asked.items).name):
             tell(line)
     else:
+        if not (dataset or asked.data):
+            raise ValueError(
+                "--where is on the columns of a table or a dataset, as the export has no filterable ones: give "
+                "--items FILE or --data.path DIR"
+            )
         dataset = dataset or load_dataset(asked.data)
         ids = dataset.raw_id_column().to_pylist()
         columns = dataset_columns(dataset)
@@ -230,10 +234,15 @@ def _only(
         held_N = Filters(AsNeeded(columns), len(ids)).allowed(asked.where).mask
     only = np.zeros(retriever.num_items, bool)
     only[place_N[held_N & (place_N != ABSENT)]] = True
-    if not only.any():
-        raise ValueError(f"no item of the export is in {place}" + (f" with {asked.where}" if asked.where else ""))
-    tell(f"{int(only.sum()):,} of {retriever.num_items:,} items may be recommended")
-    return only
+    return _some(Allowed.of(only), f"in {place}" + (f" with {asked.where}" if asked.where else ""), tell)
+
+
+def _some(allowed: Allowed, which: str, tell: Callable[[str], None]) -> Allowed:
+    """ValueError if there are none."""
+    if not allowed.count:
+        raise ValueError(f"no item of the export is {which}")
+    tell(f"{allowed.count:,} of {allowed.num_items:,} items may be recommended")
+    return allowed
 
 
 def _answers(
@@ -241,7 +250,7 @@ def _answers(
     histories: "_OfUsers | _OfItems",
     block: Ints,
     options: Options,
-    only: NDArray[np.bool_] | None,
+    only: Allowed | None,
 ) -> pa.Table:
     """The best items of some users, one row for each."""
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history

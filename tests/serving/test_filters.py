@@ -1,0 +1,130 @@
+"""Requests with conditions on columns are answered as brute force answers them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import SmallModel, brute_force, export_small, raw_ids, small_columns, small_model
+from test_server import running
+
+from logitmix.serving.request import Options, Request
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import cli
+from logitmix.trainer.export import export as export_module
+from logitmix.trainer.export.columns import column_of
+
+X, STAGE_1 = 400, 40
+IDS = raw_ids(X)
+HISTORIES = [[3, 7, 200], [11], [399, 0, 5, 5]]
+
+
+class Served:
+    """A small model, with a column of X numbers at random from 0 to X - 1 besides the usual ones."""
+
+    def __init__(self, folder: Path, kind: str, hindexer: bool) -> None:
+        self.model: SmallModel = small_model(kind, X, hindexer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(export_module, "SHARD_BYTES", 5000)
+            self.path = export_small(self.model, folder / f"{kind} {hindexer}")
+        self.columns = small_columns(X) | {"place": np.random.default_rng(0).permutation(X).tolist()}
+        self.one, self.several = Retriever.load(self.path), Retriever.load(self.path, ["cpu"] * 3)
+        for retriever in (self.one, self.several):
+            self.give(retriever)
+        self.hindexer = hindexer
+
+    def give(self, retriever: Retriever) -> None:
+        retriever.filters.change({name: column_of(name, pa.array(of)) for name, of in self.columns.items()})
+
+    def ranking(self, history: list[int], may: Sequence[bool], exclude: bool, stage1: int | None) -> list[str]:
+        """All that may be found, best first; of two stages, that of the h-indexer's best of these."""
+        scores = brute_force(self.model, [history], exclude)
+        out = ~torch.tensor(may)
+        for of in (scores.similarity_BX, scores.hindexer_BX):
+            if of is not None:
+                of[:, out] = -torch.inf
+        (score_X,) = scores.two_stages(stage1) if self.hindexer and stage1 else scores.similarity_BX
+        order = score_X.sort(descending=True, stable=True).indices.tolist()
+        return [IDS[item] for item in order if score_X[item] > -torch.inf]
+
+
+@pytest.fixture(scope="module", params=[("mol", True), ("dot", True), ("dot", False)], ids=str)
+def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Served:
+    return Served(tmp_path_factory.mktemp("filters"), *request.param)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.DataObject) -> None:
+    """At any selectivity, beside lists of ids, in one and two stages, on one device and on several."""
+    share = data.draw(st.sampled_from([0, 1, 2, STAGE_1 - 1, STAGE_1, STAGE_1 + 1, 100, 200, X]))
+    least = data.draw(st.sampled_from([0, 1]))
+    may = [
+        place < share and of >= least
+        for place, of in zip(served.columns["place"], served.columns["in_stock"], strict=True)
+    ]
+    history, items = data.draw(st.sampled_from(HISTORIES)), st.lists(st.integers(0, X - 1), max_size=90)
+    request: Request = {
+        "history": [IDS[item] for item in history],
+        "where": f"place < {share} and in_stock >= {least}",
+    }
+    if data.draw(st.booleans()):
+        allowed = data.draw(items)
+        request["allowed"] = [IDS[item] for item in allowed]
+        may = [of and item in allowed for item, of in enumerate(may)]
+    if data.draw(st.booleans()):
+        blocked = data.draw(items)
+        request["blocked"] = [IDS[item] for item in blocked]
+        may = [of and item not in blocked for item, of in enumerate(may)]
+    exclude, stage1 = data.draw(st.booleans()), data.draw(st.sampled_from([None, STAGE_1]))
+    k = data.draw(st.sampled_from([1, 10, STAGE_1]))
+    options = Options(k, exclude_history=exclude, stage1=stage1)
+    other: Request = {"history": [IDS[1]], "where": "category is null"}
+    found, _ = served.one.answer([request, other], options)
+    assert [row["id"] for row in found] == served.ranking(history, may, exclude, stage1)[:k]
+    assert served.several.answer([request, other], options)[0] == found
+
+
+def test_a_default_joins_what_requests_say(served: Served) -> None:
+    retriever = Retriever.load(served.path, where="in_stock = 1")
+    served.give(retriever)
+    stock = [of == 1 for of in served.columns["in_stock"]]
+    cheap = [of and place < 50 for of, place in zip(stock, served.columns["place"], strict=True)]
+    requests: list[Request] = [{"history": [IDS[3]]}, {"history": [IDS[3]], "where": "place < 50 or place < 0"}]
+    for rows, may in zip(retriever.recommend(requests, X, stage1=X), (stock, cheap), strict=True):
+        assert [row["id"] for row in rows] == served.ranking([3], may, True, None)
+    found = retriever.retrieve([[3]], X, stage1=X).items
+    assert [IDS[item] for item in found[0].tolist() if item >= 0] == served.ranking([3], stock, True, None)
+    with pytest.raises(ValueError, match="no column 'weight'; there are: price, in_stock, category, since"):
+        Retriever.load(served.path, where="weight = 1")
+
+
+def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
+    folder = export_small(small_model("mol", X), tmp_path / "served")
+    with running(folder) as server:
+        asked = {"history": [IDS[3]], "k": 3}
+        status, answer = server.ask(asked | {"where": "prise < 5"})
+        assert (status, answer["error"]) == (
+            400,
+            "the request: where 'prise < 5', at character 1: no column 'prise' (did you mean price?); there are: "
+            "price, in_stock, category, since",
+        )
+        assert server.ask(asked | {"where": 5})[0] == server.ask(asked | {"where": "x" * 10_001})[0] == 400
+        status, answer = server.ask(asked | {"where": "category = 'b b'"})
+        assert status == 200 and {small_columns(X)["category"][IDS.index(row["id"])] for row in answer["items"]} == {
+            "b b"
+        }
+
+
+def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(export_small(small_model("mol", X), tmp_path / "served"))
+    cli.main(["retrieve", folder, "--history", IDS[3], "--where", "price > 5 and category != a", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    columns, items = small_columns(X), [IDS.index(row["id"]) for row in rows]
+    assert len(items) == 10 and all(columns["price"][item] > 5 for item in items)
+    assert not {columns["category"][item] for item in items} & {None, "a"}
