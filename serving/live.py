@@ -7,10 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any, TypeVar
 
 from logitmix.common.storage import fetch, is_copy
+from logitmix.serving.attributes import Changes, read_changes, with_changes
+from logitmix.serving.columns import Kind
 from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, read_manifest, stamp
@@ -23,6 +25,8 @@ SEARCH_SECONDS = 1.0
 """Most time of a search."""
 _PREPARE, _SWITCH = "prepare", "switch"
 """What rank 0 says, besides requests: read the new export; answer with it."""
+STAMP_SECONDS = 1.0
+"""Time between two looks at the file of attributes."""
 STORE_SECONDS = 10.0
 """Time between two looks at the store of an export that is at a URL."""
 _POLL_SECONDS = 0.1
@@ -43,11 +47,21 @@ class LiveExport:
         deltas: Path | None = None,
         shared: Path | None = None,
         where: str = "",
+        attributes: Path | None = None,
     ) -> None:
         """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `shared` and `where` are as
-        of the Retriever. Raises ValueError if there is no intact export or no such folder."""
+        of the Retriever. The values in the file `attributes` take the place of those of filterable columns. Raises
+        ValueError if there is no intact export, or no such folder or file."""
         self._directory, self._say, self._group, self._deltas = directory, say, group or Group(), deltas
         self._shared, self._where = shared, where
+        if attributes and not attributes.is_file():
+            raise ValueError(f"there is no file {attributes}; make it, or give another --attributes")
+        self._attributes, self._turn = attributes, Lock()
+        self._seen_attributes: tuple[int, ...] = ()
+        self._changes, self._kinds = Changes(), dict[str, Kind]()
+        self._applied_to: Retriever | None = None
+        self.changed, self.refused_attributes = "", ""
+        """What the file of attributes changes, and why it is not used as it is now."""
         if deltas and not deltas.is_dir():
             raise ValueError(f"there is no folder {deltas}; make it, or give another --deltas")
         self.refused = ""
@@ -67,6 +81,8 @@ class LiveExport:
         self._problem = ""
         self._say_refused()
         self._ended = Event()
+        if attributes:
+            Thread(target=self._watch_attributes, name="attributes", daemon=True).start()
         if is_copy(directory):
             # A daemon: whoever waits for the store, or for a process that writes this copy, must not keep this process.
             Thread(target=self._fetch, name="store", daemon=True).start()
@@ -209,10 +225,43 @@ class LiveExport:
                 return self._made[1]
             retriever = Retriever(contents, group=self._group, shared=self._shared, where=self._where)
             retriever.warm_up()
+            if self._attributes:
+                self._change(retriever)
             self._made = contents, retriever
         except Exception as error:  # all processes must hear of it
             raise ValueError(str(error) or type(error).__name__) from error
         return retriever
+
+    def _watch_attributes(self) -> None:
+        """Every process does this by itself."""
+        while not self._ended.wait(STAMP_SECONDS):
+            self.look_at_attributes()
+
+    def look_at_attributes(self) -> None:
+        """Takes over the file of attributes, if it or the export is another one than at the last look."""
+        assert self._attributes is not None
+        if self._applied_to is not self.retriever or _stamp(self._attributes) not in (self._seen_attributes, ()):
+            self._change(self.retriever)
+
+    def _change(self, retriever: Retriever) -> None:
+        """Gives a retriever the values in the file of attributes; those from before, if it is not as it must be."""
+        assert self._attributes is not None
+        with self._turn:
+            self._applied_to, self._seen_attributes = retriever, _stamp(self._attributes)
+            before = self.changed, self.refused_attributes
+            try:
+                self._changes = read_changes(self._attributes, retriever.columns)
+                self._kinds, self.refused_attributes = retriever.kinds, ""
+            except ValueError as error:
+                self.refused_attributes = " ".join(str(error).split())
+            # What was valid for a former export may not be for this one.
+            changes = self._changes if self._kinds == retriever.kinds else {}
+            columns, self.changed = with_changes(retriever.columns, retriever.raw_ids, changes)
+            retriever.filters.change(columns)
+        if self.refused_attributes and self.refused_attributes != before[1]:
+            self._say(f"the attributes stay as they were: {self.refused_attributes}")
+        elif not self.refused_attributes and (self.changed, "") != before:
+            self._say(f"attributes: {self.changed}")
 
     def _contents(self) -> Contents:
         """The export in the directory with the deltas that follow it. What was read is not read again."""
@@ -227,6 +276,15 @@ class LiveExport:
             self.refused = problem or refused
         self._base = there, contents
         return contents
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Differs when it is another file; () where there is none for a moment."""
+    try:
+        of = file.stat()
+    except OSError:
+        return ()
+    return of.st_ino, of.st_mtime_ns, of.st_size
 
 
 def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Retriever:
         devices = [torch.device(of) for of in on]
         weights = {name: of.to(devices[0]) for name, of in contents.weights.items()}
         self.tower = trained_tower(about.model, about.schema, weights)
+        self.columns, self.kinds = contents.columns, about.filterable
         self.filters = Filters(contents.columns, about.num_items)
         self._reader = RequestReader(contents, self.filters, where)
         self._ranker = Ranker(contents, self.tower, devices, group or Group(), shared, self.filters)

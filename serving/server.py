@@ -94,6 +94,8 @@ class Settings:
     """For requests that do not say."""
     where: str = ""
     """A condition on the items of all answers."""
+    attributes: Path | None = None
+    """A file with values of filterable columns that differ from the export's."""
     drain: float = 0.0
     """Seconds between the signal to end and the last new connection; meanwhile /readyz answers 503."""
     shadow_share: float = 1.0
@@ -135,13 +137,21 @@ def serve(
     if of_ranks.rank:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        return LiveExport(directory, say, of_ranks, deltas, where=settings.where).follow()
+        return LiveExport(
+            directory, say, of_ranks, deltas, where=settings.where, attributes=settings.attributes
+        ).follow()
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
         saying = partial(_say_of, say, f"worker {worker.number}") if worker else say
-        export = LiveExport(directory, saying, of_ranks, deltas, worker.folder if worker else None, settings.where)
+        export = LiveExport(
+            directory, saying, of_ranks, deltas, worker.folder if worker else None, settings.where, settings.attributes
+        )
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
-        other = LiveExport(shadow, partial(_say_of, saying, "shadow"), where=settings.where) if shadow else None
+        other = (
+            LiveExport(shadow, partial(_say_of, saying, "shadow"), where=settings.where, attributes=settings.attributes)
+            if shadow
+            else None
+        )
         server = make_server(export, replace(settings, allowed=allowed), worker, other)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -350,7 +360,13 @@ def make_app(
         """That the process answers, with which export, and why there are deltas that are not in it."""
         of = export.retriever
         return json_response(
-            {"status": "ok", **identity(of), "num_items": of.num_items, "refused": export.refused or None}
+            {
+                "status": "ok",
+                **identity(of),
+                "num_items": of.num_items,
+                "attributes": export.changed or None,
+                "refused": "; ".join(filter(None, (export.refused, export.refused_attributes))) or None,
+            }
         )
 
     @app.get("/readyz", responses={503: ERROR})

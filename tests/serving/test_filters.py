@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from small_models import SmallModel, brute_force, export_small, raw_ids, small_columns, small_model
 from test_server import running
 
+from logitmix.serving.attributes import read_changes
+from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
@@ -128,3 +130,71 @@ def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     columns, items = small_columns(X), [IDS.index(row["id"]) for row in rows]
     assert len(items) == 10 and all(columns["price"][item] > 5 for item in items)
     assert not {columns["category"][item] for item in items} & {None, "a"}
+
+
+def test_attributes_change_without_an_export(tmp_path: Path) -> None:
+    """What the file says holds for as long as it says so, also for a new export; with a mistake, nothing changes."""
+    folder, file, said = export_small(small_model("mol", X), tmp_path / "served"), tmp_path / "stock.csv", list[str]()
+    stock = {raw_id: of == 1 for raw_id, of in zip(IDS, small_columns(X)["in_stock"], strict=True)}
+    first, *_, last = (raw_id for raw_id in IDS if not stock[raw_id])
+    with pytest.raises(ValueError, match=r"there is no file .*stock.csv; make it, or give another --attributes"):
+        LiveExport(folder, said.append, attributes=file)
+
+    def give(text: str) -> None:
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").rename(file)
+
+    give(f"in_stock,item\n1,{first}\n1,other\n")
+    export = LiveExport(folder, said.append, where="in_stock = 1", attributes=file)
+
+    def require(*more: str) -> None:
+        (rows,) = export.retriever.recommend([{"history": [IDS[3]]}], X, exclude_history=False)
+        assert {row["id"] for row in rows} == {raw_id for raw_id in IDS if stock[raw_id]} | {*more}
+
+    require(first)
+    assert said == ["attributes: values of 1 items; 1 ids that no item has, such as 'other'"]
+    give(f"item,in_stock\n{first},1\n{last},much\n")
+    export.look_at_attributes()
+    export.look_at_attributes()
+    require(first)
+    assert said[1:] == [
+        f"the attributes stay as they were: {file}, line 3: in_stock is 'much'; it must be a number, or none"
+    ]
+    give(f"item,in_stock\n{last},1\n")
+    export.look_at_attributes()
+    require(last)
+    export_small(small_model("mol", X, seed=1), folder, overwrite=True)
+    assert export.refresh() and export.refused_attributes == ""
+    require(last)
+    export.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"item": 7, "in_stock": 0, "since": "2024-02-01"}\n\n{"item": "7", "in_stock": null}\n', ""),
+        ("a.csv", "price,item\n5,7\n", ""),
+        ("a.csv", "", ""),
+        ("a.csv", "item,price\n7,5", "its last line has no end; write the whole beside it, and then rename that"),
+        ("a.csv", "item,price\n7,5,1\n", "line 2: it has 3 fields, and the header 2"),
+        (
+            "a.csv",
+            "item,prize\n7,5\n",
+            r"line 2: no filterable column 'prize' \(did you mean price\?\); there are",
+        ),
+        ("a.jsonl", '{"item": 7}\n{"in_stock": 1}\n', "line 2: .* is no object with 'item'"),
+        ("a.jsonl", '{"item": 7\n', "line 1: not JSON"),
+        ("a.jsonl", '{"item": 1.5}\n', "line 1: is 1.5; it must be text or a whole number"),
+        ("a.jsonl", "\udcff\n", "cannot be read"),
+    ],
+)
+def test_files_of_attributes_are_read_whole_or_not_at_all(tmp_path: Path, name: str, text: str, said: str) -> None:
+    columns = {of: column_of(of, pa.array(values)) for of, values in small_columns(X).items()}
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    if not said:
+        expected = {"a.jsonl": {"7": {"in_stock": None, "since": 1706745600.0}}, "a.csv": {"7": {"price": 5.0}}}
+        assert read_changes(tmp_path / name, columns) == (expected[name] if text else {})
+        return
+    with pytest.raises(ValueError, match=said) as error:
+        read_changes(tmp_path / name, columns)
+    assert "\n" not in str(error.value) and str(tmp_path / name) in str(error.value)

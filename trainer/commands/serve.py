@@ -38,6 +38,9 @@ class Arguments(ItemProcessesOption):
     where: str = ""
     """A condition on the export's filterable columns, such as "in_stock = 1", on the items of all answers, besides that
     of a request."""
+    attributes: str = ""
+    """File with values of filterable columns that differ from the export's (CSV with a header, or JSON lines, with the
+    ids as `item`). It is looked at every second."""
     wait_ms: float = 10.0
     """Milliseconds that a request waits, at most, for others to be answered with it."""
     drain_seconds: float = 0.0
@@ -82,6 +85,7 @@ def run(words: list[str]) -> None:
         arguments.wait_ms,
         arguments.stage1,
         arguments.where,
+        path_of(arguments.attributes) if arguments.attributes else None,
         arguments.drain_seconds,
         arguments.shadow_share,
         allowed,
