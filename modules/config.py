@@ -317,7 +317,7 @@ class LossConfig:
     """Sampled softmax (softmax), the binary cross entropy of the paper's baseline (bce, section 5.1.2), or a plugin's;
     --model.loss.kind KIND --help model.loss lists the settings."""
     negatives: int = 128
-    """N: uniform negatives of a group."""
+    """N: uniform negatives of a group; 0, with share batch: every item of the corpus, once (full softmax)."""
     in_batch: int = 0
     """M: further negatives of a group, drawn from the targets of the whole batch, so that popular items are drawn more
     often. Each candidate's score is then corrected by the log of its sampling probability (logQ)."""
@@ -330,7 +330,12 @@ class LossConfig:
     in the batch."""
 
     def __post_init__(self) -> None:
-        require_from(1, MOST_NEGATIVES, "model.loss.negatives", self.negatives)
+        require_from(0, MOST_NEGATIVES, "model.loss.negatives", self.negatives)
+        if not self.negatives and (self.share != "batch" or self.in_batch):
+            raise ValueError(
+                "model.loss.negatives is 0, which is every item, for the whole batch; set model.loss.share to batch "
+                "and model.loss.in_batch to 0, or model.loss.negatives to the number of a group's"
+            )
         require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
         require_from(0, MOST_NEGATIVES, "model.loss.in_batch", self.in_batch)
         if self.in_batch and not self.corrects:
@@ -338,6 +343,10 @@ class LossConfig:
                 f"model.loss.in_batch is {self.in_batch}, but its correction is one of softmax, and model.loss.kind is "
                 f"{self.kind}; set model.loss.kind to softmax, or model.loss.in_batch to 0"
             )
+
+    def candidates(self, num_items: int) -> int:
+        """N + M, in a corpus of so many items."""
+        return (self.negatives or num_items) + self.in_batch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from logitmix.modules.config import DeepFMConfig, DotConfig, HIndexerConfig, MLPConfig, MoLConfig, NeuMFConfig
 from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.losses import blockwise, mol_loss
+from logitmix.modules.losses import blockwise, dot_loss, mol_loss
 from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.base import Similarity
@@ -124,6 +124,28 @@ def plain_loss(
                     loss = loss - torch.log(1 - torch.sigmoid(scores[counted])).mean()
             total = total + loss * (1 if examples.weight_T is None else float(examples.weight_T[t]))
     return total
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2**20])
+@pytest.mark.parametrize("kind", SIMILARITIES)
+def test_with_every_item_it_is_the_cross_entropy_over_the_corpus(
+    kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": limit})
+    similarity, positions, items = SIMILARITIES[kind], 23, 37
+    query, item = sides(similarity, positions, items)
+    target_T = torch.arange(positions) * 7 % 11
+    examples = Examples(torch.arange(positions), target_T, [0, positions], torch.arange(items)[None])
+    loss = sampled_loss("softmax", similarity, tuple(query), tuple(item), examples, None)
+    twin = deepcopy(similarity).double()
+    sides_64 = [[side.detach().double().requires_grad_() for side in both] for both in (query, item)]
+    score_TV = twin.all_pairs(*(tuple(side) for side in sides_64)).double()
+    expected = F.cross_entropy(score_TV, target_T, reduction="sum")
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=8 * EPS, atol=5 * 20 * EPS * positions)
+    plain = torch.autograd.grad(expected, [*sides_64[0], *sides_64[1], *twin.pair_parameters()])
+    for got, should in zip(gradients(loss, similarity, query, item), plain, strict=True):
+        bound = max(float(should.abs().max()), 1.0) * 500 * EPS
+        torch.testing.assert_close(got.double(), should, rtol=0, atol=bound)
 
 
 def examples_of(lengths: list[int], negatives: list[list[int]], targets: list[int], first_row: int = 0) -> Examples:

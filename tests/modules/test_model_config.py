@@ -1,6 +1,7 @@
 """What the model refuses to be told."""
 
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ NAN = float("nan")
         (ModelConfig, "model", "item_id_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (ModelConfig, "model", "user_id_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
         (ModelConfig, "model", "dim", [10**9], [4, 64]),
-        (LossConfig, "model.loss", "negatives", [0, 10**9], [1, 2**22]),
+        (LossConfig, "model.loss", "negatives", [-1, 10**9], [1, 2**22]),
         (LossConfig, "model.loss", "in_batch", [-1, 10**9], [0, 1]),
     ],
 )
@@ -141,3 +142,10 @@ def test_the_correction_of_negatives_from_the_batch_is_one_of_softmax() -> None:
     with pytest.raises(ValueError, match=r"^model\.loss\.in_batch is 8, .* model\.loss\.kind is bce; set model\.loss"):
         BCEConfig(in_batch=8)
     assert LossConfig(in_batch=8).in_batch == 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"share": "sequence"}, {"share": "batch", "in_batch": 1}])
+def test_every_item_is_for_the_whole_batch(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^model\.loss\.negatives is 0, .*; set model\.loss\.share to batch and"):
+        LossConfig(negatives=0, **settings)
+    assert [LossConfig(negatives=N, share="batch").candidates(50) for N in (0, 20)] == [50, 20]

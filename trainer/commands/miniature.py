@@ -96,7 +96,7 @@ def imagined_batch(schema: Schema, config: Config, sequences: int, length: float
         for feature in schema.features
         if feature.name != ITEM
     }
-    N = loss.negatives + loss.in_batch
+    N = loss.candidates(schema.num_items)
     return Batch(
         ids={name: torch.arange(count) for name, count in lookups.items()},
         id_V=torch.arange(V),

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
+from logitmix.modules.config import MOST_NEGATIVES
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, Schema
 from logitmix.trainer.data.columns import ranges, user_blocks
@@ -159,9 +160,15 @@ class TrainingBatches:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
         histories into windows (`_windows`). `weights` are those of the actions as targets [actions]. The last sequences
-        of users in `first_U` [U] begin each epoch.
+        of users in `first_U` [U] begin each epoch. 0 `negatives` are all items, shared by the batch.
 
-        Raises ValueError if no user has two actions, which a training position needs, besides those held out."""
+        Raises ValueError if no user has two actions, which a training position needs, besides those held out; or if the
+        negatives are all items, and these are too many."""
+        if not negatives and dataset.num_items > MOST_NEGATIVES:
+            raise ValueError(
+                f"{dataset.path} has {dataset.num_items:,} items, and model.loss.negatives is 0, which is all of them; "
+                f"there may be {MOST_NEGATIVES:,}: set it to a number such as 2048"
+            )
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         held_out = held_out or leave_one_out(dataset)
         trained_U = require_trained(dataset, held_out)
@@ -287,6 +294,8 @@ class TrainingBatches:
     def _negatives(self, key: list[int], sequences: Ints, bounds: Ints, group_B: Ints, part: slice) -> Ints:
         """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, whose targets are between
         `bounds`, in the groups `group_B`; the key names the batch."""
+        if not self.negatives:
+            return np.arange(self.dataset.num_items)[None]
         uniform_GN = self._draw(key, bounds, group_B, part, self.dataset.num_items, self.negatives)
         if not self.in_batch:
             return uniform_GN

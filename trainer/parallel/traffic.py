@@ -125,8 +125,8 @@ def expected_ids(schema: Schema, loss: LossConfig, sequences: int, length: float
         "group": -(-positions // loss.group_positions),
         "batch": 1,
     }
-    named = positions + sequences + groups[loss.share] * (loss.negatives + loss.in_batch)
-    items = _distinct(schema.num_items, named)
+    named = positions + sequences + groups[loss.share] * loss.candidates(schema.num_items)
+    items = _distinct(schema.num_items, named) if loss.negatives else schema.num_items
     return {
         table.name: _spread(items if table.name == ITEM else _distinct(table.rows, of), table.rows)
         for table in schema.tables

@@ -94,6 +94,8 @@ def test_ids_that_are_expected_are_those_of_random_draws() -> None:
     assert abs(len(found["item"]) - np.mean(different)) < 3
     assert len(found["city"]) == 40 and torch.equal(found["city"], torch.arange(40))
     assert torch.equal(found["item"], found["item"].unique()) and int(found["item"][-1]) < 1000
+    everything = expected_ids(schema, LossConfig(negatives=0, share="batch"), sequences=1, length=5)
+    assert len(everything["item"]) == 999
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,18 @@ def test_every_group_has_its_own_negatives_drawn_evenly_from_all_items(
     assert free - 5 * deviation < float(((count - times) ** 2 / times).sum()) < free + 5 * deviation
 
 
+def test_without_a_number_every_item_is_a_negative_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = of_lengths(LENGTHS)
+    for rank in range(2):
+        batch = batches(dataset, share="batch", negatives=0, rank=rank, world_size=2).at(1)
+        assert items_of(batch)["negatives"] == [list(range(dataset.num_items))]
+    monkeypatch.setattr("logitmix.trainer.data.batches.MOST_NEGATIVES", dataset.num_items - 1)
+    with pytest.raises(
+        ValueError, match=r"has 120 items, and model\.loss\.negatives is 0, .*; there may be 119: set it"
+    ):
+        batches(dataset, share="batch", negatives=0)
+
+
 def test_where_the_groups_are() -> None:
     dataset = of_lengths([12] * 10)
     options = {"batch_size": 10, "max_length": 9}

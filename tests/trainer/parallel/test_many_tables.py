@@ -44,6 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "position": SGD | {"model.loss.share": "position"},
     "position, bce": SGD | {"model.loss.share": "position", "model.loss.kind": "bce"},
     "uneven": SGD | {"train.batch_size": 1},
+    "all items": SGD | {"model.loss.negatives": 0, "model.loss.share": "batch"},
+    "all items, dot": SGD | {"model.loss.negatives": 0, "model.loss.share": "batch", "model.similarity.kind": "dot"},
     "in batch": SGD | {"model.loss.in_batch": 6},
     "in batch, dot": SGD | {"model.loss.in_batch": 6, "model.similarity.kind": "dot", "model.loss.share": "batch"},
     "groups": SGD | {"model.loss.in_batch": 6, "model.loss.share": "group", "model.loss.group_positions": 30},
@@ -79,7 +81,7 @@ CLIPPED: dict[str, dict[str, Any]] = {
 SETTINGS |= CLIPPED
 POOLED = BAGS | WEIGHTED_BAGS
 ALIKE = {"table_wise": "mixed", "dot": "in batch, dot", "batch": "in batch, dot", "position": "position, bce"}
-ALIKE |= {"in batch": "groups", "user": "user component", "pooled": "hstu"}
+ALIKE |= {"all items": "all items, dot", "in batch": "groups", "user": "user component", "pooled": "hstu"}
 """Of each with the other, one is in the sample."""
 SAMPLE = one_of_each(
     SETTINGS,
