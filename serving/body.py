@@ -42,6 +42,7 @@ class Body(BaseModel):
     allowed: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     blocked: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     where: Annotated[str, Field(max_length=MAX_WHERE)] | None = None
+    limit: dict[str, Annotated[int, Field(ge=1)]] | None = None
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     unknown: UnknownIds = "skip"
     exclude_history: bool | None = None

@@ -72,6 +72,15 @@ class Column:
         values = self.values[part].numpy()
         return values == NONE if self.texts is not None else np.isnan(values)
 
+    def labels(self, items: np.ndarray) -> list[float | None]:
+        """Of some items, what is equal for those with equal values; None for those that have none."""
+        found = self.values.numpy()[items].tolist()
+        return (
+            [None if value == NONE else value for value in found]
+            if self.texts is not None
+            else [None if math.isnan(value) else value for value in found]
+        )
+
     def _literal(self, text: str, sign: str) -> float:
         if self.texts is not None:
             if sign not in ("=", "!="):

@@ -7,12 +7,15 @@ Axes: X items.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import numpy as np
 
 from logitmix.common.mappings import cut, nearest
+from logitmix.common.values import from_one
 from logitmix.serving.columns import OPERATORS, Column
 
 _TOKEN = re.compile(
@@ -89,6 +92,36 @@ class Filters:
     def allowed(self, *texts: str) -> Allowed:
         """The items for which all expressions are true. ValueError as `parsed` raises it."""
         return self._now[1](*texts)
+
+    def require_limit(self, limit: Any) -> dict[str, int]:
+        """Most items of a value, by column. ValueError for what is none."""
+        if not isinstance(limit, Mapping):
+            raise ValueError(f"limit is {limit!r:.40}; it must be numbers by column, such as {{'category': 3}}")
+        for name, most in limit.items():
+            if name not in self.columns:
+                near, there = nearest(str(name), list(self.columns)), ", ".join(self.columns) or "none"
+                raise ValueError(f"limit: no column {name!r:.80}{near}; there are: {there}")
+            try:
+                from_one(most)
+            except ValueError as error:
+                raise ValueError(f"limit: {name} {error}") from None
+        return dict(limit)
+
+    def within(self, items: np.ndarray, limit: Mapping[str, int]) -> list[int]:
+        """The places of those items, best first, that are left when each column's value may occur so often. Items that
+        have none are not counted."""
+        if not limit:
+            return list(range(len(items)))
+        labels = zip(*(self.columns[name].labels(items) for name in limit), strict=True)
+        most, seen = list(limit.values()), [Counter[float]() for _ in limit]
+        kept = []
+        for place, of_item in enumerate(labels):
+            counted = [(counts, of, n) for counts, of, n in zip(seen, of_item, most, strict=True) if of is not None]
+            if all(counts[of] < n for counts, of, n in counted):
+                kept.append(place)
+                for counts, of, _ in counted:
+                    counts[of] += 1
+        return kept
 
     def _allowed(self, columns: Mapping[str, Column], *texts: str) -> Allowed:
         conditions, parts = [parsed(text, columns) for text in texts], []

@@ -53,6 +53,9 @@ class Request(TypedDict, total=False):
     where: str
     """A condition on the export's filterable columns: only items for which it is true are ranked, k' of them in stage 1
     (serving/expression.py)."""
+    limit: Mapping[str, int]
+    """Most items of the answer that have the same value of a filterable column: {"category": 3}. Of the ranking, items
+    that would be one too many are left out; those without a value are not."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Asked:
     allowed: list[int] | None = None
     where: list[str] = field(default_factory=list)
     """Conditions, all of which must hold."""
+    limit: Mapping[str, int] = field(default_factory=dict)
 
 
 class RequestReader:
@@ -166,7 +170,14 @@ class RequestReader:
             self._some(_ids(request, "blocked", place)),
             None if request.get("allowed") is None else self._some(_ids(request, "allowed", place)),
             self._conditions(request, place),
+            self._limit(request, place),
         )
+
+    def _limit(self, request: Request, place: int) -> dict[str, int]:
+        try:
+            return self._filters.require_limit(request.get("limit") or {})
+        except ValueError as error:
+            raise ValueError(f"request {place}: {error}") from None
 
     def _conditions(self, request: Request, place: int) -> list[str]:
         """On the items that a request may find. ValueError, with its number, for what is no condition."""

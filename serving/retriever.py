@@ -4,11 +4,12 @@ queries of it, and ranking.py finds their best items.
 Axes: B histories.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
 
 import torch
@@ -30,6 +31,8 @@ from logitmix.serving.ranking import Ranker, Task, each
 from logitmix.serving.request import STAGE_1, UNKNOWN, Asked, Options, Request, RequestReader, UnknownIds
 from logitmix.serving.topk import NOTHING, split_keys
 
+_FIRST, _GROWTH = 4, 16
+"""How many times k items are looked at first where there are limits, and how many times more then."""
 _QUERIES = 32
 """Histories ranked at once."""
 
@@ -245,16 +248,26 @@ class Retriever:
 
     @torch.inference_mode()
     def best(
-        self, read: Histories, excluded: list[list[int]], options: Options, only: Allowed | None = None
+        self,
+        read: Histories,
+        excluded: list[list[int]],
+        options: Options,
+        only: Allowed | None = None,
+        limit: Mapping[str, int] = MappingProxyType({}),
     ) -> Retrieved:
         """`retrieve` for histories that are read already. `excluded` has the items that each may not find, whatever the
-        options say; all may find those of `only` alone. ValueError that names the history, from 0, for one
-        that is not finite."""
+        options say; all may find those of `only` alone, and `limit` is as of a request. ValueError that names the
+        history, from 0, for one that is not finite."""
         query = self._encoder.sides(read)
         require_finite(query, [f"history {place}" for place in range(len(excluded))])
-        B = len(excluded)
-        task = Task(self.digest, query, [None] * B, excluded, options, options.k, [[]] * B, [False] * B, only)
-        return Retrieved(*split_keys(self._ranker.rank(lambda: task).cpu()))
+
+        def ranked(rows: list[int], most: int) -> Tensor:
+            B, some = len(rows), each(query, lambda part: part[rows])
+            out = [excluded[row] for row in rows]
+            task = Task(self.digest, some, [None] * B, out, options, most, [[]] * B, [False] * B, only)
+            return self._ranker.rank(lambda: task).cpu()
+
+        return Retrieved(*split_keys(self._walked([limit] * len(excluded), options.k, ranked)))
 
     @torch.inference_mode()
     def problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:
@@ -316,13 +329,38 @@ class Retriever:
 
     def _ranked(self, asked: list[Asked], options: Options) -> Tensor:
         """Keys [B, k] of the best items for each request, or fewer than k if there are fewer items; on the CPU."""
-        best_BK = torch.full((len(asked), min(options.k, self.num_items)), NOTHING)
-        for start in range(0, len(asked), _QUERIES):
-            some = asked[start : start + _QUERIES]
-            best_BK[start : start + _QUERIES] = self._ranker.rank(partial(self._task, some, options)).cpu()
+
+        def ranked(rows: list[int], most: int) -> Tensor:
+            parts = [torch.empty(0, min(most, self.num_items), dtype=torch.int64)]
+            for start in range(0, len(rows), _QUERIES):
+                some = [asked[row] for row in rows[start : start + _QUERIES]]
+                parts.append(self._ranker.rank(partial(self._task, some, options, most)).cpu())
+            return torch.cat(parts)
+
+        return self._walked([of.limit for of in asked], options.k, ranked)
+
+    def _walked(
+        self, limits: Sequence[Mapping[str, int]], k: int, ranked: Callable[[list[int], int], Tensor]
+    ) -> Tensor:
+        """Keys [B, k] of the best items within the limits, or fewer than k if there are fewer items. `ranked` has the
+        best keys of some rows without limits, as many as it is told. More of the ranking is looked at where its first
+        part does not suffice, and the whole at last: what is left is the same."""
+        rows = list(range(len(limits)))
+        if not any(limits):
+            return ranked(rows, k)
+        best_BK, most = torch.full((len(limits), min(k, self.num_items)), NOTHING), _FIRST * k
+        while rows:
+            short = []
+            for row, keys_M in zip(rows, ranked(rows, most), strict=True):
+                keys_N = keys_M[keys_M != NOTHING]
+                kept = keys_N[self.filters.within(split_keys(keys_N)[0].numpy(), limits[row])][:k]
+                best_BK[row, : len(kept)] = kept
+                if len(kept) < k and len(keys_N) == most:
+                    short.append(row)
+            rows, most = short, _GROWTH * most
         return best_BK
 
-    def _task(self, asked: list[Asked], options: Options) -> Task:
+    def _task(self, asked: list[Asked], options: Options, most: int) -> Task:
         query = self._encoder.queries(asked)
         require_finite(query, [f"request {of.place}" for of in asked])
         exclude_history = self.exclude_history if options.exclude_history is None else options.exclude_history
@@ -331,7 +369,7 @@ class Retriever:
             query = each(query, Tensor.cpu)
         allowed, where = [of.allowed for of in asked], [of.where for of in asked]
         few = self._ranker.few(query, options, allowed, where)
-        return Task(self.digest, query, allowed, excluded, options, options.k, where, few)
+        return Task(self.digest, query, allowed, excluded, options, most, where, few)
 
 
 def _devices(given: str | torch.device | Sequence[str | torch.device]) -> list[str | torch.device]:

@@ -17,6 +17,7 @@ several processes, start them with `logitmix train --processes N`, torchrun or t
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from logitmix.comm.process_group import process_group
@@ -133,14 +134,25 @@ def export(
     overwrite: bool = False,
     precision: Precision = "fp32",
     extras: Collection[exporting.Extra] = (),
+    filterable: Collection[str] = (),
+    items: str | Path = "",
 ) -> dict[str, Any]:
     """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns
-    its manifest. `precision` is that of the item cache, and `extras` are files for other servers (docs/export.md)."""
+    its manifest. `precision` is that of the item cache, `extras` are files for other servers, and `filterable` columns
+    of the dataset, or of the table `items`, to filter by (docs/export.md)."""
     there = tuple(exporting.EXTRAS)
     require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
     known = not isinstance(extras, str) and all(name in there for name in extras)
     require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
-    return exporting.export(fetch_run(run), path_of(out), overwrite, precision=precision, extras=extras)
+    return exporting.export(
+        fetch_run(run),
+        path_of(out),
+        overwrite,
+        precision=precision,
+        extras=extras,
+        filterable=filterable or None,
+        items=str(items),
+    )
 
 
 @quietly()
@@ -157,11 +169,12 @@ def recommend(
     exclude_history: bool | None = None,
     stage1: int | None = None,
     threads: int = 1,
+    limit: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
     arguments are those of the command line."""
     options = Options(k, exclude_history=exclude_history, stage1=stage1)
-    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items, str(items), where)
+    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit))
     export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(export, asked, ranks, threads)

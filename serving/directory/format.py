@@ -177,7 +177,10 @@ def numbered(name: Callable[[int, int], str], names: Collection[str]) -> list[st
 def signature(about: About) -> dict[str, Any]:
     """Inputs and outputs of a retrieval, for readers of the manifest."""
     model, schema = about.model, about.schema
-    columns = {"where": f"condition on the columns {', '.join(about.filterable)}"} if about.filterable else {}
+    columns = {}
+    if about.filterable:
+        of = f"the columns {', '.join(about.filterable)}"
+        columns = {"where": f"condition on {of}", "limit": f"most items of a value, by name, of {of}"}
 
     def features(owner: Owner) -> dict[str, str]:
         return {of.name: of.form.in_request(of) for of in schema.of(owner)}

@@ -1,8 +1,10 @@
 """Requests with conditions on columns are answered as brute force answers them."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -92,6 +94,28 @@ def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.Da
     assert served.several.answer([request, other], options)[0] == found
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_limits_are_those_of_a_walk_through_the_ranking(served: Served, data: st.DataObject) -> None:
+    numbers = st.integers(1, 4)
+    limit = data.draw(st.fixed_dictionaries({"category": numbers}, optional={"price": numbers, "place": numbers}))
+    history, stage1 = data.draw(st.sampled_from(HISTORIES)), data.draw(st.sampled_from([None, STAGE_1]))
+    share, k = data.draw(st.sampled_from([3, STAGE_1 + 1, X])), data.draw(st.sampled_from([1, 5, STAGE_1]))
+    request: Request = {"history": [IDS[item] for item in history], "where": f"place < {share}", "limit": limit}
+    other: Request = {"history": [IDS[1]]}
+    seen, expected = Counter[tuple[str, Any]](), []
+    for raw_id in served.ranking(history, [place < share for place in served.columns["place"]], True, stage1):
+        of = [(name, value) for name in limit if (value := served.columns[name][IDS.index(raw_id)]) is not None]
+        if all(seen[at] < limit[at[0]] for at in of):
+            expected.append(raw_id)
+            seen.update(of)
+    options = Options(k, exclude_history=True, stage1=stage1)
+    found, alone = served.one.answer([request, other], options)
+    assert [row["id"] for row in found] == expected[:k]
+    assert served.several.answer([request, other], options) == [found, alone]
+    assert [row["id"] for row in alone] == served.ranking([1], [True] * X, True, stage1)[:k]
+
+
 def test_a_default_joins_what_requests_say(served: Served) -> None:
     retriever = Retriever.load(served.path, where="in_stock = 1")
     served.give(retriever)
@@ -116,6 +140,9 @@ def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
             "the request: where 'prise < 5', at character 1: no column 'prise' (did you mean price?); there are: "
             "price, in_stock, category, since",
         )
+        status, answer = server.ask(asked | {"limit": {"kind": 3}})
+        assert status == 400 and answer["error"].startswith("the request: limit: no column 'kind'; there are: price,")
+        assert server.ask(asked | {"limit": {"category": 0}})[0] == server.ask(asked | {"limit": []})[0] == 400
         assert server.ask(asked | {"where": 5})[0] == server.ask(asked | {"where": "x" * 10_001})[0] == 400
         status, answer = server.ask(asked | {"where": "category = 'b b'"})
         assert status == 200 and {small_columns(X)["category"][IDS.index(row["id"])] for row in answer["items"]} == {
@@ -125,11 +152,12 @@ def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
 
 def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(export_small(small_model("mol", X), tmp_path / "served"))
-    cli.main(["retrieve", folder, "--history", IDS[3], "--where", "price > 5 and category != a", "--json"])
+    words = ["--where", "price > 5 and category != a", "--limit", '{"category": 3}', "--json"]
+    cli.main(["retrieve", folder, "--history", IDS[3], *words])
     rows = json.loads(capsys.readouterr().out)
     columns, items = small_columns(X), [IDS.index(row["id"]) for row in rows]
-    assert len(items) == 10 and all(columns["price"][item] > 5 for item in items)
-    assert not {columns["category"][item] for item in items} & {None, "a"}
+    assert all(columns["price"][item] > 5 for item in items)
+    assert Counter(columns["category"][item] for item in items) == {"b b": 3, "c's": 3, "d": 3}
 
 
 def test_attributes_change_without_an_export(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from logitmix.trainer.commands.options import (
     excludes_history,
     ranks_of,
 )
-from logitmix.trainer.commands.words import parse
+from logitmix.trainer.commands.words import json_value, parse
 from logitmix.trainer.config import HistoryRule
 
 
@@ -40,6 +40,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     where: str = ""
     """A condition on its columns; without a table, on the export's filterable columns, or the dataset's features:
     "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
+    limit: str = "{}"
+    """Most items of a value of the export's filterable columns for each user, as a JSON object: {"category": 3}."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
@@ -63,6 +65,7 @@ def run(words: list[str]) -> None:
         arguments.similar_items,
         arguments.items,
         arguments.where,
+        json_value("--limit", arguments.limit, dict),
     )
     export, asked = served(arguments.place, asked)
     if str(export) != arguments.place:

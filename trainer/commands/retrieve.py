@@ -53,9 +53,11 @@ class Arguments(JSONOption, ItemProcessesOption):
     where: str = ""
     """A condition on the export's filterable columns: "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))".
     Only items for which it is true are ranked."""
+    limit: str = "{}"
+    """Most items of a value of such columns in the answer, as a JSON object: {"category": 3}."""
     histories: str = ""
     """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
-    user, events, allowed, blocked and where. The answers go to the file --out."""
+    user, events, allowed, blocked, where and limit. The answers go to the file --out."""
     out: str = ""
     """File to write with --histories: one JSON list per line, the items for each request."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
@@ -98,6 +100,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         "events": json_value("--events", arguments.events, list),
         "blocked": parts("--blocked", arguments.blocked),
         "where": arguments.where,
+        "limit": json_value("--limit", arguments.limit, dict),
     }
     if arguments.allowed:
         request["allowed"] = parts("--allowed", arguments.allowed)
@@ -134,7 +137,7 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
-    for name in ("history", "timestamps", "time", "user", "events", "allowed", "blocked", "where"):
+    for name in ("history", "timestamps", "time", "user", "events", "allowed", "blocked", "where", "limit"):
         if getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))

@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,8 @@ class Asked:
     where: str = ""
     """A condition on its columns; without it, on the export's filterable columns, and if there are none, on the
     dataset's features of items (serving/expression.py)."""
+    limit: dict[str, int] = field(default_factory=dict)
+    """Most items of a value of a filterable column for each user."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
@@ -99,7 +101,7 @@ def served(place: str, asked: Asked) -> tuple[Path, Asked]:
         if launched():
             raise ValueError(f"{place} is a run; for several hosts, give an export: logitmix export {place} --out DIR")
         asked = replace(asked, data=asked.data or read_config(found).data.path)
-        export(found, found := _folder(asked) / "export", overwrite=True)
+        export(found, found := _folder(asked) / "export", overwrite=True, filterable=list(asked.limit) or None)
     elif not (asked.data or asked.similar_items):
         raise ValueError(f"give the dataset with the users' histories: --data.path DIR (beside the export {place})")
     return found, asked
@@ -116,6 +118,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
     try:
+        retriever.filters.require_limit(asked.limit)
         only = _only(asked, retriever, dataset, tell) if asked.items or asked.where else None
     except ValueError:
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
@@ -127,6 +130,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         "of": hashlib.sha256(chosen.tobytes()).hexdigest(),
         "only": "" if only is None else hashlib.sha256(only.bits.tobytes()).hexdigest(),
         "options": asdict(options),
+        "limit": asked.limit,
     }
     blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
     with ExitStack() as held:
@@ -143,7 +147,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
                 for number in missing[ranks.rank :: ranks.world_size]:
                     _write_part(
                         asked.parts / _PART.format(number),
-                        _answers(retriever, histories, blocks[number], options, only),
+                        _answers(retriever, histories, blocks[number], asked, only),
                     )
                     advance(len(blocks[number]) * ranks.world_size)
 
@@ -249,17 +253,18 @@ def _answers(
     retriever: Retriever,
     histories: "_OfUsers | _OfItems",
     block: Ints,
-    options: Options,
+    asked: Asked,
     only: Allowed | None,
 ) -> pa.Table:
     """The best items of some users, one row for each."""
+    options = asked.options
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
     score_BK = np.empty(item_BK.shape, np.float32)
     order_B = block.argsort()
     for start in range(0, len(block), BATCH):
         for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
-            found = retriever.best(read, excluded, options, only)
+            found = retriever.best(read, excluded, options, only, asked.limit)
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
             item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
     row_N, rank_N = (item_BK != UNKNOWN).nonzero()
