@@ -113,10 +113,11 @@ class Column:
             raise ValueError(f"is {given!r:.40}; it must be {needs}, or none")
         return found
 
-    def longer(self, count: int) -> "Column":
-        """For so many items; those that are added have none."""
-        none = NONE if self.texts is not None else math.nan
-        return replace(self, values=F.pad(self.values, (0, count - len(self.values)), value=none))
+    def taken(self, before_X: np.ndarray) -> "Column":
+        """For other items, by the place of each in this column; one beyond it has none."""
+        none, count = NONE if self.texts is not None else math.nan, len(self.values)
+        place_X = torch.from_numpy(np.where((before_X >= 0) & (before_X < count), before_X, count))
+        return replace(self, values=F.pad(self.values, (0, 1), value=none)[place_X])
 
     def changed(self, places: Sequence[int], values: Sequence[float | str | None]) -> "Column":
         """With other values, which are results of `value`, at some places."""

@@ -1,11 +1,10 @@
-"""Requests and new items through the trained towers.
+"""Requests through the trained towers.
 
-Axes: B requests, T positions of their histories, packed, R new items, D encoder width.
+Axes: B requests, T positions of their histories, packed, D encoder width.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,8 @@ from logitmix.modules.config import sees_times
 from logitmix.modules.features import Features, Values
 from logitmix.modules.schema import ITEM
 from logitmix.modules.towers import Sides, Tower
-from logitmix.serving.directory.format import About
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.items import ItemInputs, Items
-from logitmix.serving.model import Scales, stored_items
 from logitmix.serving.request import UNKNOWN, Asked
 from logitmix.serving.stored_table import StoredTable, fetch_rows
 
@@ -42,7 +39,8 @@ class Encoder:
     def __init__(self, tower: Tower, tables: Mapping[str, StoredTable], reader: FeatureReader, items: Items) -> None:
         """`tables` are on the tower's device; `items` have the vectors of the histories."""
         self._tower, self._tables, self._reader, self._items = tower, tables, reader, items
-        self._unknown_1D = self._item_inputs([{}], ["an unknown item"]).embed(tower, tables).vector_RD
+        unknown = ItemInputs(tables[ITEM].fetch(torch.zeros(1, dtype=torch.int64)), reader.read("item", [{}], [""]))
+        self._unknown_1D = unknown.embed(tower, tables).vector_RD
 
     def check_features(self, asked: Asked) -> None:
         """ValueError, with the request's number, if a feature has no such value or is none of the model's."""
@@ -65,20 +63,6 @@ class Encoder:
         rows, values = fetch_rows(self._tables, self._tower.schema, read.values)
         features = Features(values=values).to(device)
         return self._tower.query_sides(self._tower.queries(vector_TD, packing, rows, features))
-
-    def new_items(self, records: Mapping[str, Mapping[str, Any]], about: About, scales: Scales) -> dict[str, Tensor]:
-        """The tensors of a shard of an export for R untrained items, from the raw values of their features by name, for
-        each raw id. ValueError that names the item."""
-        names = [f"item {raw_id!r}" for raw_id in records]
-        inputs = self._item_inputs(list(records.values()), names)
-        embedded = inputs.embed(self._tower, self._tables)
-        require_finite(self._tower.item_sides(embedded), names)
-        stored = stored_items(self._tower, embedded, about.precision, about.item_cache, scales)
-        return stored if about.item_cache else stored | inputs.tensors(self._tower.schema)
-
-    def _item_inputs(self, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> ItemInputs:
-        unknown_R = torch.zeros(len(records), dtype=torch.int64)
-        return ItemInputs(self._tables[ITEM].fetch(unknown_R), self._reader.read("item", records, names))
 
     def _encoded(self, asked: list[Asked]) -> list[list[int]]:
         """The last L items of each history; an unknown item replaces an empty one."""

@@ -195,7 +195,7 @@ def items_of(
         name: of if name.endswith(".scale") else torch.cat([part[name] for part in parts])
         for name, of in parts[0].items()
     }
-    return items if cached else items | inputs.tensors(tower.schema)
+    return items if cached and not tower.schema.of("item") else items | inputs.tensors(tower.schema)
 
 
 class Items:

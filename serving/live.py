@@ -296,13 +296,13 @@ def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:
     deadline = time.monotonic() + SEARCH_SECONDS
     exact = retriever.raw_ids.find(query)
     places, searched = _places(retriever, query.split(), limit, deadline, Texts.containing)
-    if exact is not None:
+    if exact is not None and exact < retriever.num_items:
         places = [exact, *(place for place in places if place != exact)]
     elif not places:
         places, searched = _places(retriever, query.split(), limit, deadline, _nearly_having)
     ids, titles = retriever.raw_ids, retriever.titles
     shown = [{"id": ids[item], "title": titles[item] if titles else None} for item in places[:limit]]
-    return {"items": shown, "more": searched < len(ids) or len(places) > limit}
+    return {"items": shown, "more": searched < retriever.num_items or len(places) > limit}
 
 
 def _places(
@@ -316,8 +316,8 @@ def _places(
     texts = [of for of in (retriever.raw_ids, retriever.titles) if of]
     places: list[int] = []
     searched = 0
-    while searched < len(texts[0]) and len(places) <= limit and time.monotonic() < deadline:
-        stop = min(searched + _WINDOW, len(texts[0]))
+    while searched < retriever.num_items and len(places) <= limit and time.monotonic() < deadline:
+        stop = min(searched + _WINDOW, retriever.num_items)
         found = set(range(searched, stop if words else min(stop, searched + limit + 1)))
         for word in words:
             found &= {item for of in texts for item in having(of, word, searched, stop)}

@@ -33,7 +33,7 @@ FP16_MOST = torch.finfo(torch.float16).max / 4
 """The largest of some items must be below this: others may be larger."""
 
 SIDE, COMPONENTS_SCALE = "similarity.", "similarity.0.scale"
-"""Of the names of the items' sides, and MoL's components' scale where they are in INT8."""
+"""How the names of the items' sides begin, before a number; and MoL's components' scale where they are in INT8."""
 
 
 def trained_tower(config: ModelConfig, schema: Schema, weights: Mapping[str, Tensor]) -> Tower:
@@ -102,9 +102,18 @@ def stored_items(
     return tensors
 
 
+CACHE = (TABLE, CORPUS, CORPUS_SCALE, COMPONENTS_SCALE)
+"""The tensors of the item cache, besides the sides."""
+
+
+def is_side(name: str) -> bool:
+    """Whether a tensor is a part of the items' sides; a feature may be named similarity, too."""
+    return name.startswith(SIDE) and name.removeprefix(SIDE).isdigit()
+
+
 def side_of(tensors: Mapping[str, Tensor]) -> tuple[Side, float]:
     """A shard's side for the similarity as stored, and the scale of its first part."""
-    count = sum(name.startswith(SIDE) and name != COMPONENTS_SCALE for name in tensors)
+    count = sum(map(is_side, tensors))
     scale = float(tensors[COMPONENTS_SCALE]) if COMPONENTS_SCALE in tensors else 1.0
     return tuple(tensors[f"{SIDE}{i}"] for i in range(count)), scale
 

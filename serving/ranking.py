@@ -23,7 +23,7 @@ from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items, shard_of
 from logitmix.serving.mapped import shared_corpus
-from logitmix.serving.model import CORPUS, scales_of
+from logitmix.serving.model import CACHE, CORPUS, is_side, scales_of
 from logitmix.serving.request import Options
 from logitmix.serving.topk import NOTHING, best_keys, least_key, merge, rank_keys, split_keys
 
@@ -69,19 +69,22 @@ class Ranker:
         self._shared = shared / f"{contents.digest}.npy" if shared else None
         self.group, self._tower, shards = group, tower, contents.shards
         self._num_items = contents.about.num_items
-        numbers = range(len(shards))
+        numbers = range(len(shards) - bool(contents.about.removed))
         own = part_of(numbers, group.rank, group.size)
         self.parts = [part_of(own, number, len(devices)) for number in range(len(devices))]
         """The numbers of the shards on each device."""
-        # Other processes' shards stay in their files, from which rows of histories are read.
-        device_of = {number: torch.device("cpu") for number in numbers}
+        # Other processes' shards, and removed items, stay in their files, from which rows of histories are read.
+        device_of = {number: torch.device("cpu") for number in range(len(shards))}
         for part, device in zip(self.parts, devices, strict=True):
             device_of |= dict.fromkeys(part, device)
         used = set(device_of.values())
         towers = {of: tower if of == devices[0] else deepcopy(tower).to(of) for of in used}
         tables = {of: {name: table.to(of) for name, table in contents.tables.items()} for of in used}
-        self._shards = [{name: of.to(device_of[n]) for name, of in shard.items()} for n, shard in enumerate(shards)]
         cached = contents.about.item_cache
+        self._shards = [
+            {name: of.to(device_of[n]) for name, of in shard.items() if not cached or name in CACHE or is_side(name)}
+            for n, shard in enumerate(shards)
+        ]
         items = [
             shard_of(shard, cached, towers[device], tables[device])
             for shard, device in zip(self._shards, device_of.values(), strict=True)

@@ -211,7 +211,7 @@ class RequestReader:
 
     def checked(self, history: Sequence[int], place: int) -> Asked:
         """A history of item indices. ValueError, with its number, for anything else, and for an empty one."""
-        last = self._about.num_items - 1
+        last = len(self._raw_ids) - 1
         try:
             items = [whole(item) for item in as_list(history)]
         except ValueError as error:

@@ -138,8 +138,8 @@ class Retriever:
 
     @property
     def num_items(self) -> int:
-        """X."""
-        return len(self.raw_ids)
+        """X; the items after these in `raw_ids` were removed, and no answer has them."""
+        return self._about.num_items
 
     @torch.inference_mode()
     def retrieve(
@@ -291,12 +291,6 @@ class Retriever:
         """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
         list of ids, such as a single text."""
         return self._reader.known(raw_ids)
-
-    @torch.inference_mode()
-    def new_items(self, records: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The tensors of a shard of this export for untrained items, from the raw values of their features by name, for
-        each raw id. Raises ValueError that names the item."""
-        return self._encoder.new_items(records, self._about, self._ranker.scales)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -26,7 +26,7 @@ from logitmix.serving.model import row_shapes
 from logitmix.serving.topk import MAX_ITEMS
 
 _WRITERS, _SOURCE = ("logitmix", "torch"), ("run", "step", "dataset")
-_ABOUT = ("model", "num_items", "exclude_history", "schema", "item_cache", "precision")
+_ABOUT = ("model", "num_items", "exclude_history", "schema", "item_cache", "precision", "removed")
 FIELDS = (*_WRITERS, *_SOURCE, *_ABOUT, "signature", "files")
 
 
@@ -41,6 +41,8 @@ def about_of(file: Path, manifest: Mapping[str, Any]) -> About:
         raise ValueError(f"{file}: {error}") from None
     if not 1 <= about.num_items <= MAX_ITEMS:
         raise ValueError(f"{file}: num_items is {about.num_items}, not a number from 1 to {MAX_ITEMS}")
+    if about.removed < 0:
+        raise ValueError(f"{file}: removed is {about.removed}, not a number from 0")
     if manifest["signature"] != signature(about):
         raise ValueError(f"{file}: its signature is not that of its model and schema")
     return about
@@ -76,8 +78,11 @@ def require_model_tensors(file: Path, tensors: Mapping[str, dict[str, Any]], abo
             table_rows.update({table: of["shape"][0] for table, of in tensors[name].items()})
     except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(f"{file}: the tensors of its files are not those of its model ({first_line(error)})") from None
-    if sum(rows) != about.num_items:
-        raise ValueError(f"{file}: its files have {sum(rows)} items, and num_items is {about.num_items}")
+    ranked = rows[:-1] if about.removed else rows
+    if sum(ranked) != about.num_items:
+        raise ValueError(f"{file}: its files have {sum(ranked)} items, and num_items is {about.num_items}")
+    if about.removed and rows[-1] != about.removed:
+        raise ValueError(f"{file}: its last file has {rows[-1]} removed items, and removed is {about.removed}")
     for name in tensors:
         if tensors[name] != expected[name]:
             wrong = next(of for of in tensors[name] | expected[name] if tensors[name].get(of) != expected[name].get(of))

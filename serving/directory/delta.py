@@ -1,4 +1,4 @@
-"""Deltas: what an export has that an earlier one lacks, as a directory of safetensors and JSON. Format version 1.
+"""Deltas: what an export has that an earlier one lacks, as a directory of safetensors and JSON. Format version 2.
 
     delta.json          number (1 for the first of a chain, then one more each), applies_to (the sha256 of the manifest
                         of the export that it applies to), manifest (that of the export that results), computed, scales,
@@ -13,8 +13,9 @@
                         their order
     README.md           the model card of the export that results, if it has one
 
-If `computed` is true, the items' sides and the h-indexer's vectors are not here: whoever applies the delta computes
-them from the items' rows, with its towers and `scales`, as the export did. The same bits come out where the processor
+If `computed` is true, what follows from the items' rows and features (their sides, the h-indexer's vectors, and their
+vectors where they have features) is not here: whoever applies the delta computes it with its towers and `scales`, as
+the export did. The same bits come out where the processor
 is the same; on another, they differ by rounding.
 
 Axes: R rows of an export, C changed rows of a column.
@@ -56,11 +57,21 @@ from logitmix.serving.directory.format import (
     tables_file,
 )
 from logitmix.serving.items import ItemInputs, items_of
-from logitmix.serving.model import COMPONENTS_SCALE, CORPUS, CORPUS_SCALE, SIDE, Scales, trained_tower
+from logitmix.serving.model import (
+    COMPONENTS_SCALE,
+    CORPUS,
+    CORPUS_SCALE,
+    OWN_ROW,
+    TABLE,
+    Scales,
+    is_side,
+    scales_of,
+    trained_tower,
+)
 from logitmix.serving.stored_table import StoredTable, gather
 from logitmix.serving.texts import Texts
 
-DELTA = Checked("logitmix export delta", 1)
+DELTA = Checked("logitmix export delta", 2)
 DELTA_MANIFEST, ROWS = "delta.json", "rows.safetensors"
 _FIELDS = ("number", "applies_to", "manifest", "computed", "scales", "files")
 
@@ -217,8 +228,9 @@ def _applied(
         for name, of in entry["tensors"].items():
             of_tables[name].append(of["shape"][0])
     found: Columns = {}
+    texts_there = TEXTS if "titles.data" in entries[IDS]["tensors"] else TEXTS[:1]
     for group, names, parts in (
-        ("items", items_columns(contents, not stored, "titles.data" in entries[IDS]["tensors"]), sizes[ITEM]),
+        ("items", [*_of_shards(about, contents.shards[0], not stored), *texts_there], sizes[ITEM]),
         *((f"tables/{name}", table_columns(name), of) for name, of in of_tables.items()),
     ):
         count = sum(parts)
@@ -270,8 +282,10 @@ TEXTS = ("items/raw_ids", "items/titles")
 
 def columns(contents: Contents, computed: bool) -> Columns:
     """What an export has by rows; without what can be computed from the items' rows, if `computed`."""
-    found = {name: [_column(shard, name, contents.about) for shard in contents.shards]
-             for name in items_columns(contents, computed, False) if name not in TEXTS}  # fmt: skip
+    found = {
+        name: [_column(shard, name, contents.about) for shard in contents.shards]
+        for name in _of_shards(contents.about, contents.shards[0], computed)
+    }
     found["items/raw_ids"] = [_of_texts(contents.raw_ids)]
     if contents.titles is not None:
         found["items/titles"] = [_of_texts(contents.titles)]
@@ -279,16 +293,16 @@ def columns(contents: Contents, computed: bool) -> Columns:
     return found | {f"vocabularies/{name}": [_of_texts(texts)] for name, texts in contents.vocabularies.items()}
 
 
-def items_columns(contents: Contents, computed: bool, titles: bool) -> list[str]:
-    """The names of the columns of items."""
-    about, first = contents.about, contents.shards[0]
-    names = [row_tensor(about)]
-    if not about.item_cache:
-        names += [f"{feature.name}.values" for feature in about.schema.of("item")]
+def _of_shards(about: About, first: Mapping[str, Tensor], computed: bool) -> list[str]:
+    """The names of the columns of items but the texts, by the first shard."""
+    names = list[str]()
+    if about.holds_inputs:
+        names += [OWN_ROW, *(f"{feature.name}.values" for feature in about.schema.of("item"))]
+    if about.item_cache and not (computed and about.holds_inputs):
+        names.append(TABLE)
     if not computed:
-        cached = [name for name in first if name.startswith(SIDE) and name != COMPONENTS_SCALE]
-        names += (cached if about.item_cache else []) + [CORPUS] * (CORPUS in first)
-    return [*(f"items/{name}" for name in names), "items/raw_ids", *(["items/titles"] if titles else [])]
+        names += [name for name in first if name == CORPUS or is_side(name)]
+    return [f"items/{name}" for name in names]
 
 
 def table_columns(name: str) -> list[str]:
@@ -298,7 +312,16 @@ def table_columns(name: str) -> list[str]:
 def computable(about: About) -> bool:
     """Whether an export holds the inputs of its item tower."""
     alone = not about.schema.of("item") and about.schema.dims(about.model.dim)[ITEM] == about.model.dim
-    return not about.item_cache or alone
+    return about.holds_inputs or alone
+
+
+def rows_as_shard(shards: Sequence[Mapping[str, Tensor]], about: About, index_N: Tensor) -> dict[str, Tensor]:
+    """The tensors of a shard of some rows of others, by place among those of all."""
+    names = _of_shards(about, shards[0], False)
+    part = {
+        name.removeprefix("items/"): taken([_column(shard, name, about) for shard in shards], index_N) for name in names
+    }
+    return _stored(part, about, scales_of(shards[0]))
 
 
 def tensors_of(name: str, of: Values) -> dict[str, Tensor]:
@@ -321,12 +344,38 @@ def joined(parts: Sequence[Values]) -> Values:
 
 def taken(parts: Sequence[Values], index_N: Tensor) -> Values:
     """Some rows, by place among those of all parts."""
+    starts = torch.tensor([0, *map(rows_of, parts)]).cumsum(0)
     if parts[0].offsets is not None:
-        return (parts[0] if len(parts) == 1 else joined(parts)).take(index_N)
+        part_N = torch.bucketize(index_N, starts, right=True) - 1
+        used = part_N.unique()
+        first_of = F.pad(torch.tensor([rows_of(parts[number]) for number in used.tolist()]).cumsum(0), (1, 0))
+        place_N = index_N - starts[part_N] + first_of[torch.searchsorted(used, part_N)]
+        return joined([parts[number] for number in used.tolist()] or parts[:1]).take(place_N)
     tensors = [of.values for of in parts]
     out = tensors[0].new_empty(len(index_N), *tensors[0].shape[1:])
-    starts = torch.tensor([0, *map(len, tensors)]).cumsum(0)
     return Values(gather(index_N, starts, lambda number, at_N: tensors[number][at_N], out))
+
+
+def differ(one: Values, other: Values) -> Tensor:
+    """Which of as many rows have other bits, bool [N]."""
+    if one.offsets is None or other.offsets is None:
+        return bits_differ(one.values, other.values)
+    lengths_N = one.offsets.diff()
+    differs_N = lengths_N != other.offsets.diff()
+    (same_M,) = (~differs_N).nonzero(as_tuple=True)
+    mine, theirs = one.take(same_M), other.take(same_M)
+    differs_S = bits_differ(mine.values, theirs.values)
+    for name, beside in mine.parallel.items():
+        differs_S |= bits_differ(beside, theirs.parallel[name])
+    differs_N[same_M.repeat_interleave(lengths_N[same_M])[differs_S]] = True
+    return differs_N
+
+
+def bits_differ(one: Tensor, other: Tensor) -> Tensor:
+    if not len(one):
+        return torch.zeros(0, dtype=torch.bool)
+    mine, theirs = (of.contiguous().view(len(one), -1).view(torch.uint8) for of in (one, other))
+    return (mine != theirs).any(1)
 
 
 def _patched(
@@ -373,14 +422,19 @@ def _shard(
 ) -> dict[str, Tensor]:
     """The tensors of a shard."""
     about, scales = delta.about, delta.scales
-    features = [] if about.item_cache else about.schema.of("item")
     if delta.computed and sides:
-        inputs = ItemInputs(part[row_tensor(about)].values, {of.name: part[f"{of.name}.values"] for of in features})
+        own = part[OWN_ROW if about.holds_inputs else TABLE].values
+        inputs = ItemInputs(own, {of.name: part[f"{of.name}.values"] for of in about.schema.of("item")})
         return items_of(tower, inputs, tables, about.precision, about.item_cache, scales)
+    return _stored(part, about, scales)
+
+
+def _stored(part: Mapping[str, Values], about: About, scales: Scales) -> dict[str, Tensor]:
+    """The tensors of a shard from its columns."""
     tensors: dict[str, Tensor] = {}
-    for feature in features:
+    for feature in about.schema.of("item") if about.holds_inputs else ():
         tensors |= part[f"{feature.name}.values"].tensors(feature)
-    tensors |= {name: of.values for name, of in part.items() if name == row_tensor(about) or name.startswith(SIDE)}
+    tensors |= {name: of.values for name, of in part.items() if name in (TABLE, OWN_ROW) or is_side(name)}
     if CORPUS in part:
         tensors[CORPUS] = _blocks(part[CORPUS].values)
     if scales.corpus is not None:
@@ -396,7 +450,7 @@ def _column(shard: Mapping[str, Tensor], name: str, about: About) -> Values:
         blocks = shard[CORPUS]
         items = len(shard[row_tensor(about)])
         return Values(rows_of_blocks(blocks, items))
-    of_feature = {} if about.item_cache else {f"{of.name}.values": of for of in about.schema.of("item")}
+    of_feature = {f"{of.name}.values": of for of in about.schema.of("item")}
     if name in of_feature:
         return Values.of_tensors(of_feature[name], shard)
     return Values(shard[name])

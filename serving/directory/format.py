@@ -1,4 +1,4 @@
-"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 4.
+"""The serving directory: safetensors and JSON, so that reading it runs no code but ours. Format version 5.
 
     manifest.json        what is here; see below
     tower.safetensors    the weights of the towers
@@ -7,13 +7,15 @@
                          the rows of the item table), and the item cache: the items' side for the similarity
                          (similarity.0, …; for MoL the components [R, I, C] and the gating weights [R, M]) in the
                          manifest's precision. int8 stores MoL's components as I8, with their scale in
-                         similarity.0.scale [1], and the weights in BF16. If item_cache is false, the inputs of all this
-                         instead: own_row [R, W], the items' rows of the item table, and NAME.values of each of their
-                         features. For kinds of ids, these are rows of the feature's table (I32, or I64 if a table has
-                         more than 2^31 rows). Bags also have NAME.offsets (I64 [R + 1], where each item's values begin
-                         and end), and a tensor for each number that a value has beside it, such as NAME.weights. With
-                         an h-indexer, its vectors in INT8: corpus (U8 [R / 16, H / 4, 16, 4], see Int8Corpus in
-                         modules/stage1.py) and corpus.scale [1], the same in all files
+                         similarity.0.scale [1], and the weights in BF16. Also, if items have features, the inputs of
+                         all this, so that features can change; and only these, if item_cache is false: own_row [R, W],
+                         the items' rows of the item table, and NAME.values of each feature. For kinds of ids, these are
+                         rows of the feature's table (I32, or I64 if a table has more than 2^31 rows). Bags also have
+                         NAME.offsets (I64 [R + 1], where each item's values begin and end), and a tensor for each
+                         number that a value has beside it, such as NAME.weights. With an h-indexer, its vectors in
+                         INT8: corpus (U8 [R / 16, H / 4, 16, 4], see Int8Corpus in modules/stage1.py) and corpus.scale
+                         [1], the same in all files. If items were removed, the last file has these alone: only
+                         histories may hold them
     tables-00000-of-000NN.safetensors
                          TABLE [any number, W]: consecutive rows of each table that has some in this file. Those of all
                          files, one after the other, are the table; of the item table, only the row of unknown items is
@@ -21,9 +23,9 @@
     vocabularies.safetensors
                          the values of each table of features by row: TABLE.data, TABLE.bounds and TABLE.order, in the
                          format of the raw ids below
-    ids.safetensors      raw_ids.data (U8, the X texts in UTF-8, by item index), raw_ids.bounds (I64 [X + 1], where the
-                         texts begin and end in it), raw_ids.order (I64 [X], the indices in the order of their bytes);
-                         titles.data and titles.bounds if there are titles
+    ids.safetensors      raw_ids.data (U8, the texts in UTF-8, by item index, removed items last), raw_ids.bounds (I64,
+                         where the texts begin and end in it), raw_ids.order (I64, the indices in the order of their
+                         bytes); titles.data and titles.bounds if there are titles
     columns.safetensors  where there are filterable columns: NAME.values, F64 [X] with NaN for none, times in seconds
                          since 1970; of text I32 [X], places among NAME.texts.data, NAME.texts.bounds and
                          NAME.texts.order (distinct, in the format of the raw ids), -1 for none
@@ -44,6 +46,7 @@ All other tensors are FP32. The fields of the manifest:
     model                     the model's configuration
     schema                    the features that the model uses, and their tables (modules/schema.py)
     num_items                 X
+    removed                   number of removed items
     item_cache                whether the files of items hold the item cache
     precision                 fp32, bf16, fp16 or int8: how they store it
     exclude_history           whether retrieval leaves a history's own items out by default: as the model was evaluated
@@ -78,7 +81,7 @@ from logitmix.serving.model import IDS_ALONE, OWN_ROW, TABLE, Precision, item_ty
 from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
 
-FORMAT = Checked("logitmix serving directory", 4)
+FORMAT = Checked("logitmix serving directory", 5)
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
 VOCABULARIES, COLUMNS = "vocabularies.safetensors", "columns.safetensors"
 CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
@@ -111,7 +114,7 @@ class About:
     model: ModelConfig
     source: Source
     num_items: int
-    """X."""
+    """X, without those that were removed."""
     exclude_history: bool
     """Whether retrieval leaves a history's own items out by default."""
     schema: Schema = IDS_ALONE
@@ -122,6 +125,13 @@ class About:
     """How they store the outputs."""
     filterable: dict[str, Kind] = field(default_factory=dict)
     """The columns of the items that requests can filter by."""
+    removed: int = 0
+    """Items that were removed: the last shard's. Histories may hold them, and no answer does."""
+
+    @property
+    def holds_inputs(self) -> bool:
+        """Whether the shards hold the item tower's inputs, beside its outputs or instead of them."""
+        return not self.item_cache or bool(self.schema.of("item"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +146,11 @@ class Contents:
     vocabularies: Mapping[str, Texts]
     """For each table of features, the values by row, with their order."""
     shards: Sequence[Mapping[str, Tensor]]
-    """Consecutive items, by the names of `stored_items` and, without the item cache, of `ItemInputs.tensors`."""
+    """Consecutive items, by the names of `stored_items` and, where there are inputs, of `ItemInputs.tensors`."""
     raw_ids: Texts
-    """[X], distinct, with their order."""
+    """Of all items, the removed ones last; distinct, with their order."""
     titles: Texts | None
-    """[X], for people to read."""
+    """Of the same, for people to read."""
     columns: Mapping[str, Column] = field(default_factory=dict)
     """Those of About.filterable."""
     digest: str = ""
@@ -224,9 +234,10 @@ def expected_tensors(found: Mapping[str, Mapping[str, Any]], about: About) -> di
         there = found[name]
         expected[name] = _float32({of: [there[of]["shape"][0], W] for of, (_, W) in shapes.items() if of in there})
     expected[WEIGHTS] = _float32(weight_shapes(about.model, about.schema))
-    expected[IDS] = _texts_tensors(found[IDS], "raw_ids", about.num_items)
+    count = about.num_items + about.removed
+    expected[IDS] = _texts_tensors(found[IDS], "raw_ids", count)
     if "titles.data" in found[IDS]:
-        expected[IDS] |= _texts_tensors(found[IDS], "titles", about.num_items, ordered=False)
+        expected[IDS] |= _texts_tensors(found[IDS], "titles", count, ordered=False)
     expected[VOCABULARIES] = {}
     for table in about.schema.tables:
         if table.name != ITEM:
@@ -250,7 +261,7 @@ def items_tensors(found: Mapping[str, Any], about: About) -> dict[str, Any]:
     R = found[row_tensor(about)]["shape"][0]
     types = item_types(about.model, about.schema, R, about.precision, about.item_cache)
     expected = {name: {"dtype": DTYPES[dtype], "shape": shape} for name, (dtype, shape) in types.items()}
-    if about.item_cache:
+    if not about.holds_inputs:
         return expected
     expected |= _float32({OWN_ROW: [R, about.schema.dims(about.model.dim)[ITEM]]})
     for feature in about.schema.of("item"):

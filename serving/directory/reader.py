@@ -121,8 +121,9 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     about = about_of(file, manifest)
     data = data_files(file, entries, about)
     of_items = numbered(items_file, data)
-    own = {of_items[number] for number in part_of(range(len(of_items)), part, parts)}
-    own.update([name for name in data if name not in of_items][part::parts])
+    ranked = of_items[: len(of_items) - bool(about.removed)]
+    own = {ranked[number] for number in part_of(range(len(ranked)), part, parts)}
+    own.update([name for name in data if name not in ranked][part::parts])
     for name in data:
         check_file(path / name, entries[name], MANIFEST, content=name in own)
     files = MappedFiles({path / name: entries[name]["sha256"] for name in data})
@@ -133,7 +134,7 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     shards = {name: found[name] for name in of_items}
     if len({float(shard[CORPUS_SCALE]) for shard in shards.values() if CORPUS_SCALE in shard}) > 1:
         raise ValueError(f"{file}: its files have several {CORPUS_SCALE}")
-    for name, shard in {} if about.item_cache else shards.items():
+    for name, shard in shards.items() if about.holds_inputs else ():
         if name in own and (problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema)):
             raise ValueError(f"{path / name}: its {problem}")
     try:

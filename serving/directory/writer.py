@@ -84,7 +84,7 @@ def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None)
     if titles is not None:
         tensors |= {"titles.data": titles.data, "titles.bounds": titles.bounds}
     for texts in (raw_ids, titles or raw_ids):
-        assert len(texts) == about.num_items and texts.problem() is None
+        assert len(texts) == about.num_items + about.removed and texts.problem() is None
     return _write_tensors(staging / IDS, tensors)
 
 
@@ -105,6 +105,7 @@ def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, A
         "exclude_history": about.exclude_history,
         "item_cache": about.item_cache,
         "precision": about.precision,
+        "removed": about.removed,
         "signature": signature(about),
         "files": dict(sorted(entries.items())),
     }

@@ -117,7 +117,7 @@ def test_values_change() -> None:
     columns = columns_of({"price": [1.5, None], "kind": ["b", None], "since": ["2024-01-31", None]})
     given = {"price": [" 7 ", ""], "kind": ["a", "b"], "since": [None, "2024-02-01T00:00"]}
     now = {
-        name: column.longer(4).changed([3, 0], [column.value(of) for of in given[name]])
+        name: column.taken(np.arange(4)).changed([3, 0], [column.value(of) for of in given[name]])
         for name, column in columns.items()
     }
     filters = Filters(now, 4)

@@ -88,8 +88,9 @@ def random_contents(ids: list[str], titles: list[str] | None = None) -> Contents
     )
     shards = [
         {name: torch.randn(shape, generator=generator).to(of) for name, (of, shape) in types.items()}
-        | {CORPUS_SCALE: torch.ones(1)}
-        for types in (item_types(config, SCHEMA, R) for R in sizes)
+        | {CORPUS_SCALE: torch.ones(1), "own_row": torch.randn(R, config.dim, generator=generator)}
+        | {"brand.values": torch.ones(R, dtype=torch.int32), "price.values": torch.randn(R, generator=generator)}
+        for R, types in ((R, item_types(config, SCHEMA, R)) for R in sizes)
     ]
     about = About(config, SOURCE, len(ids), exclude_history=False, schema=SCHEMA)
     tables = {"item": StoredTable([rows["item"]]), "brand": StoredTable(rows["brand"].split([1, 2]))}
@@ -276,7 +277,7 @@ def test_a_header_beyond_reason_is_not_parsed(served: Path, monkeypatch: pytest.
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "kind is 'another', not 'logitmix serving directory'": lambda m: m.update(kind="another"),
-    "format_version is 1, and this logitmix reads 4": lambda m: m.update(format_version=1),
+    "format_version is 1, and this logitmix reads 5": lambda m: m.update(format_version=1),
     "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
     "files has a field surprise that": lambda m: m["files"].update(surprise={}),

@@ -33,6 +33,7 @@ from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.stored_table import StoredTable
 from logitmix.trainer.export import programs
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import Extra
 from logitmix.trainer.export.programs import CascadeProgram, ItemProgram, QueryProgram
 from logitmix.trainer.export.update import update_items
@@ -259,7 +260,10 @@ def test_the_files_hold_the_items_for_the_cascade(tmp_path: Path, precision: Pre
     served = export_small(model, tmp_path / "served", precision=precision)
     (lines,) = re.findall(r"```python\n(files = .*?)```", (ROOT / "docs" / "export.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec("import glob, torch, safetensors.torch\n" + lines.replace('"DIR', f'"{served}'), names)
+    exec(
+        "import glob, json, torch, safetensors.torch\nfrom pathlib import Path\n" + lines.replace('"DIR', f'"{served}'),
+        names,
+    )
     expected = sides_of("item", model.tower.item_sides(Embedded(model.item_XD)))
     if precision == "fp32":
         assert_close(names["items"], expected)
@@ -505,7 +509,7 @@ def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
     """They hold no item."""
     before = read_manifest(served)["files"]
     (tmp_path / "new.csv").write_text("item\nnew-1\nnew-2\n")
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     after = read_manifest(served)["files"]
     names = [name for name in before if name.startswith("programs/") or name == "query_tower.onnx"]
     assert len(names) == 7 and all(before[name] == after[name] for name in names)
@@ -517,7 +521,7 @@ def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
 def test_a_program_that_was_removed_does_not_stop_new_items(served: Path, tmp_path: Path) -> None:
     (served / "query_tower.onnx").unlink()
     (tmp_path / "new.csv").write_text("item\nnew-1\n")
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     assert "query_tower.onnx" not in read_manifest(served)["files"] and Retriever.load(served).num_items == X + 1
 
 

@@ -32,6 +32,8 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.trainer.export import export as export_module
+from logitmix.trainer.export.catalog import Catalog
+from logitmix.trainer.export.update import update_items
 
 X = 300
 HISTORIES = random_histories(X, [1, 2, LENGTH - 1, LENGTH, 40, *[3, 5] * 14])
@@ -45,7 +47,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name, kind, size, options in (
             ("cached", "mol", 5000, {}),
-            ("two shards", "mol", 25_000, {}),
+            ("two shards", "mol", 60_000, {}),
             ("computed", "mol", 12_000, {"item_cache": False}),
             ("one stage", "dot", 2000, {}),
             ("int8", "mol", 5000, {"precision": "int8"}),
@@ -53,6 +55,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             patch.setattr(export_module, "SHARD_BYTES", size)
             model = small_model(kind, X, hindexer=name != "one stage", schema=every_feature(X))
             found[name] = export_small(model, folder / name, **options)  # type: ignore[arg-type]
+        patch.setattr(export_module, "SHARD_BYTES", 5000)
+        found["removed"] = export_small(small_model("mol", X + 20, schema=every_feature(X + 20)), folder / "removed")
+    (folder / "gone").write_text("\n".join(raw_ids(X + 20)[X:]))
+    assert update_items(found["removed"], Catalog(remove=str(folder / "gone")))["num_items"] == X
     assert len(list(found["two shards"].glob("items-*"))) == 2
     assert all(len(list(path.glob("items-*"))) > 3 for name, path in found.items() if name != "two shards")
     return found

@@ -1,4 +1,4 @@
-"""`logitmix update-items`: new items into a serving directory, from their features."""
+"""`logitmix update-items`: another catalog for a serving directory, without training."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,23 +13,31 @@ from logitmix.trainer.commands.words import parse
 
 @dataclass(frozen=True)
 class Arguments(JSONOption):
-    """Add items to a serving directory, from their features alone: no training, no new export."""
+    """Add items to a serving directory, change their features and titles, and remove items: no training, no new
+    export."""
 
     directory: ExportPlace
     """Serving directory."""
-    items: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """CSV, JSON lines or Parquet: a table of the items, with the features' names as columns."""
+    items: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """CSV, JSON lines or Parquet: a table of new and changed items, with the features' names as columns. What it has no
+    column for stays."""
     item_column: str = "item"
     """Column with the item ids; the first column if there is none of this name."""
+    remove: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """File with the id of an item in each line: these are in no answer any more, and histories may still hold them."""
+    only: bool = False
+    """Also remove the items that are not in the table."""
 
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "update-items", words)
+    from logitmix.trainer.export.catalog import Catalog
     from logitmix.trainer.export.update import update_items
 
-    counts = update_items(path_of(arguments.directory), arguments.items, arguments.item_column, Console(stderr=True))
+    catalog = Catalog(arguments.items, arguments.item_column, arguments.remove, arguments.only)
+    counts = update_items(path_of(arguments.directory), catalog, Console(stderr=True))
     arguments.tell(
         counts,
-        f"{arguments.directory}: {counts['added']:,} items added, {counts['known']:,} were there already, "
-        f"{counts['num_items']:,} now",
+        f"{arguments.directory}: {counts['added']:,} items added, {counts['changed']:,} changed, "
+        f"{counts['unchanged']:,} unchanged, {counts['removed']:,} removed, {counts['num_items']:,} now",
     )

@@ -95,11 +95,15 @@ class AsNeeded(Mapping[str, Column]):
 
 
 def updated(
-    columns: Mapping[str, Column], num_items: int, table: Mapping[str, pa.Array], ids: Sequence[str], first: int
+    columns: Mapping[str, Column],
+    before_X: np.ndarray,
+    table: Mapping[str, pa.Array],
+    ids: Sequence[str],
+    at: np.ndarray,
 ) -> dict[str, Column]:
-    """An export's columns for `num_items` items, of which those from `first` on have these ids and the values of the
-    rows of a table; they have none where it lacks a column. ValueError that names the item for a value of another
-    kind."""
+    """An export's columns for other items: `before_X` has the place of each before, any other number for none. Those
+    `at` these places have these ids and the values of the rows of a table, as far as it has the columns. ValueError
+    that names the item for a value of another kind."""
     found = {}
     for name, column in columns.items():
         values = []
@@ -108,7 +112,7 @@ def updated(
                 values.append(column.value(given))
             except ValueError as error:
                 raise ValueError(f"{name} of item {raw_id!r} {error}") from None
-        found[name] = column.longer(num_items).changed(range(first, first + len(values)), values)
+        found[name] = column.taken(before_X).changed(at[: len(values)].tolist(), values)
     return found
 
 

@@ -29,9 +29,11 @@ from logitmix.serving.directory.delta import (
     Delta,
     all_applied,
     applied,
+    bits_differ,
     chain,
     columns,
     computable,
+    differ,
     in_order,
     joined,
     read_delta,
@@ -250,39 +252,15 @@ def _changed(earlier: Sequence[Values], parts: Sequence[Values], place_R: Tensor
         known_N = place_N >= 0
         differs_N, row_N = ~known_N, torch.arange(start, start + len(place_N))
         if known_N.any():
-            differs_N[known_N] = _differ(taken(earlier, place_N[known_N]), taken(parts, row_N[known_N]))
+            differs_N[known_N] = differ(taken(earlier, place_N[known_N]), taken(parts, row_N[known_N]))
         found.append(row_N[differs_N])
     return torch.cat(found)
-
-
-def _differ(one: Values, other: Values) -> Tensor:
-    """Which of as many rows have other bits, bool [N]."""
-    if one.offsets is None or other.offsets is None:
-        return _bits_differ(one.values, other.values)
-    lengths_N = one.offsets.diff()
-    differs_N = lengths_N != other.offsets.diff()
-    (same_M,) = (~differs_N).nonzero(as_tuple=True)
-    mine, theirs = one.take(same_M), other.take(same_M)
-    differs_S = _bits_differ(mine.values, theirs.values)
-    for name, beside in mine.parallel.items():
-        differs_S |= _bits_differ(beside, theirs.parallel[name])
-    differs_N[same_M.repeat_interleave(lengths_N[same_M])[differs_S]] = True
-    return differs_N
-
-
-def _bits_differ(one: Tensor, other: Tensor) -> Tensor:
-    if not len(one):
-        return torch.zeros(0, dtype=torch.bool)
-    mine, theirs = (of.contiguous().view(len(one), -1).view(torch.uint8) for of in (one, other))
-    return (mine != theirs).any(1)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return (
-        one.dtype == other.dtype and one.shape == other.shape and not bool(_bits_differ(one[None], other[None]).any())
-    )
+    return one.dtype == other.dtype and one.shape == other.shape and not bool(bits_differ(one[None], other[None]).any())
 
 
 def _equal(one: Contents, other: Contents) -> bool:

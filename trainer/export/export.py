@@ -34,12 +34,12 @@ from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, items_of
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes
-from logitmix.serving.texts import Texts
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
+from logitmix.trainer.export.catalog import in_order, texts_of
 from logitmix.trainer.export.columns import dataset_columns, filter_columns
 from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
 from logitmix.trainer.export.programs import (
@@ -365,25 +365,17 @@ def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
 
 
 def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
+    item_bytes = 0
     if about.item_cache:
         types = item_types(about.model, about.schema, LANES, about.precision).values()
-        item_bytes = -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
-    else:
+        item_bytes += -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
+    if about.holds_inputs:
         own = [columns[feature.name] for feature in about.schema.of("item")]
         of_all = sum(column.nbytes for column in own)
-        item_bytes = 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
+        item_bytes += 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
     # Whole blocks of the INT8 corpus.
     rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES
     return [*range(0, about.num_items, rows), about.num_items]
-
-
-def texts_of(column: pa.ChunkedArray) -> Texts:
-    """Arrow's texts, "" for null."""
-    array = column.fill_null("").cast(pa.large_string()).combine_chunks()
-    _, offsets, data = array.buffers()
-    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-    texts = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
-    return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
 
 
 def served_schema(schema: Schema) -> Schema:
@@ -401,16 +393,3 @@ def known_values(dataset: Dataset, trained_U: np.ndarray, model: SavedModel, tab
     if id_R is None:
         return values
     return values.take(pa.array(id_R.numpy(), mask=id_R.numpy() == 0))
-
-
-def in_order(texts: Texts, what: str, blanks: bool = False) -> Texts:
-    """Texts with the order for finding them, equal ones by rising index; ValueError if two are the same, unless they
-    are empty and there may be `blanks`. `what` they name: "raw_ids name an item"."""
-    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
-    array = pa.LargeStringArray.from_buffers(len(texts), *buffers)
-    order = pc.sort_indices(array)
-    ordered = array.take(order)
-    twice = pc.equal(ordered[1:], ordered[:-1])
-    if pc.any(pc.and_(twice, pc.not_equal(ordered[1:], "")) if blanks else twice).as_py():
-        raise ValueError(f"the dataset's {what} twice; prepare it again")
-    return replace(texts, order=torch.from_numpy(order.to_numpy().astype(np.int64)))

@@ -160,7 +160,7 @@ def write_index(kind: Index, staging: Path, contents: Contents) -> Entries:
     about = contents.about
     tower = trained_tower(about.model, about.schema, contents.weights)
     shards = [shard_of(shard, about.item_cache, tower, contents.tables) for shard in contents.shards]
-    items = Items(shards, torch.device("cpu"))
+    items = Items(shards, torch.device("cpu"), range(len(shards) - bool(about.removed)))
     entries, (end, making) = Entries(), INDEXES[kind]
 
     def vectors(stage: Stage) -> Iterator[Tensor]:

@@ -40,6 +40,7 @@ from logitmix.serving.texts import ABSENT, Texts
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, values_of
+from logitmix.trainer.export.catalog import read_ids
 from logitmix.trainer.export.columns import AsNeeded, dataset_columns, read_items
 from logitmix.trainer.export.export import export
 from logitmix.trainer.progress import counting
@@ -185,13 +186,7 @@ def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
     """The indices of the users that a file names; all without one."""
     if not file:
         return np.arange(dataset.num_users)
-    if not Path(file).exists() or Path(file).is_dir():
-        raise ValueError(f"no file at {file}; --users must name one, with the id of a user in each line")
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not text in UTF-8; --users needs the id of a user in each line") from None
-    given = [line.strip() for line in lines if line.strip()]
+    given = read_ids(file, "--users", "a user")
     ids = list(dict.fromkeys(given))
     place_of = {raw_id: place for place, raw_id in enumerate(dataset.raw_user_id_column().to_pylist())}
     found = [place_of[raw_id] for raw_id in ids if raw_id in place_of]
@@ -230,6 +225,7 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
         if not columns:
             raise ValueError(f"--where needs features of items, and {place} has none; give --items FILE")
     place_N = np.array(retriever.raw_ids.places(ids), np.int64)
+    place_N[place_N >= retriever.num_items] = ABSENT
     if len(absent := (place_N == ABSENT).nonzero()[0]):
         of = f"{len(absent):,} of {len(ids):,} items in {place} are not in the export"
         tell(f"{of}, such as {ids[int(absent[0])]!r}")

@@ -12,6 +12,7 @@ from small_data import ITEMS, small_config, write_dataset
 from logitmix.modules.schema import RECENCY
 from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.retriever import Retriever
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.update import update_items
 from logitmix.trainer.loop import train
@@ -106,7 +107,7 @@ def test_it_counts_the_items_that_are_added(run: Path, tmp_path: Path) -> None:
     export(run, served)
     before = (served / "README.md").read_text()
     (tmp_path / "new.csv").write_text("item,price\nnew-1,2\nnew-2,3\n")
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     after = (served / "README.md").read_text()
     assert f"{ITEMS + 2} items" in after and f"{ITEMS} items, stored" not in after
     assert after.partition("## This directory")[0] == before.partition("## This directory")[0]
@@ -120,5 +121,5 @@ def test_people_may_write_in_it(run: Path, tmp_path: Path) -> None:
     (served / "README.md").write_text("# Mine\n")
     assert Retriever.load(served).num_items == ITEMS
     (tmp_path / "new.csv").write_text("item,price\nnew-1,2\n")
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     assert (served / "README.md").read_text().startswith(f"# Mine\n\n## This directory\n\n{ITEMS + 1} items")

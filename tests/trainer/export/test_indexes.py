@@ -23,6 +23,7 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer.cli import main
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export import indexes
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.indexes import INDEXES, LEAST_ITEMS, check_index
 from logitmix.trainer.export.update import update_items
@@ -100,15 +101,15 @@ def test_added_items_are_in_the_indexes(run: Path, tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "faiss", None)
         with pytest.raises(ValueError, match="pip install faiss-cpu"):
-            update_items(served, str(tmp_path / "new.csv"))
+            update_items(served, Catalog(str(tmp_path / "new.csv")))
     assert Retriever.load(served).num_items == ITEMS
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     assert faiss.read_index(str(served / "similarity.faiss")).ntotal == ITEMS + 2
     assert_found(Retriever.load(served), *search(served, "similarity", tmp_path))
     assert_entries_fit(served)
     export(run, served, overwrite=True)
     assert not list(served.glob("*.faiss"))
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     assert not list(served.glob("*.faiss"))
 
 
@@ -188,7 +189,7 @@ def test_added_items_are_in_all_kinds_of_indexes(run: Path, tmp_path: Path) -> N
     served = tmp_path / "served"
     export(run, served, extras=["faiss_hnsw", "vectors"])
     (tmp_path / "new.csv").write_text("item,price,brand\nnew-1,2,brand-1\n")
-    update_items(served, str(tmp_path / "new.csv"))
+    update_items(served, Catalog(str(tmp_path / "new.csv")))
     assert faiss.read_index(str(served / "hindexer-hnsw.faiss")).ntotal == ITEMS + 1
     assert pq.read_table(served / "similarity.parquet")["id"].to_pylist()[-1] == "new-1"
     assert_entries_fit(served)

@@ -39,6 +39,7 @@ from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.export import update as updating
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import saving
@@ -435,7 +436,7 @@ def test_nobody_fetches_between_writing_and_uploading(
     api.export(RUN, EXPORT)
     watch(updating, "_write", path_of(EXPORT))
     (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
-    updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))
+    updating.update_items(path_of(EXPORT), Catalog(str(tmp_path / "new.csv")))
     watch(preparing, "whole_directory", path_of(DATA))
     api.prepare("demo", out=DATA, overwrite=True)
     assert held == ["publish", "_write", "whole_directory"]
@@ -532,8 +533,8 @@ def test_new_items_go_into_an_export_there(memory: Memory, tmp_path: Path) -> No
     (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
     memory.host("elsewhere")
     with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=EXPORT):
-        updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))
-    assert updating.update_items(path_of(EXPORT), str(tmp_path / "new.csv"))["known"] == 1
+        updating.update_items(path_of(EXPORT), Catalog(str(tmp_path / "new.csv")))
+    assert updating.update_items(path_of(EXPORT), Catalog(str(tmp_path / "new.csv")))["unchanged"] == 1
     memory.host("third")
     assert Retriever.load(EXPORT).num_items == 51
 
