@@ -77,6 +77,8 @@ def answers(retriever: Retriever) -> list[Any]:
         {"history": ids[290:], "allowed": ids[:12], "user": {"age": 60}},
         {"history": [ids[299], "new"], "allowed": ids[100:], "blocked": [*ids[200:], "none"]},
         {"history": ids[:1], "allowed": []},
+        {"history": ids[2:4], "where": "in_stock = 1 and price > 1", "limit": {"category": 2}},
+        {"history": ids[:3], "where": "category is not null", "allowed": ids[50:]},
         {"history": [], "user": {"age": 20}},
     ]
     for stage1 in (None, 40, 20):
