@@ -74,6 +74,8 @@ def filter_columns(
         if name not in there:
             place = table or dataset.path
             known = ", ".join(there) or "none; give a table with --items"
+            if not table and name in dataset.item_features:
+                raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {known}")
             raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, list(there))}; there are: {known}")
     return {name: column_of(name, there[name]) for name in names}
 

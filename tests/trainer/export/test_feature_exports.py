@@ -507,6 +507,8 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
         update_items(out, Catalog(str(tmp_path / "new.csv")))
     with pytest.raises(ValueError, match=r"--filterable: no column 'colour' in .*; there are: brand, price"):
         export(run, out, True, filterable=["colour"])
+    with pytest.raises(ValueError, match=r"--filterable: tags in .* has several values for an item; there are: brand"):
+        export(run, out, True, filterable=["tags"])
     with pytest.raises(ValueError, match="--items has the columns to filter by; name those to keep"):
         export(run, out, True, items=str(stock))
 
