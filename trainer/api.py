@@ -39,6 +39,7 @@ from logitmix.trainer.data.summary import summarize
 from logitmix.trainer.evaluation import evaluate as evaluation
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.export import recommend as recommending
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.run.folder import refit_path
@@ -136,10 +137,12 @@ def export(
     extras: Collection[exporting.Extra] = (),
     filterable: Collection[str] = (),
     items: str | Path = "",
+    only: bool = False,
 ) -> dict[str, Any]:
     """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns
     its manifest. `precision` is that of the item cache, `extras` are files for other servers, and `filterable` columns
-    of the dataset, or of the table `items`, to filter by (docs/export.md)."""
+    of the dataset, or of the table `items`, to filter by (docs/export.md). The table's items are added and changed, and
+    those that it does not have are left out if `only`."""
     there = tuple(exporting.EXTRAS)
     require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
     known = not isinstance(extras, str) and all(name in there for name in extras)
@@ -151,7 +154,7 @@ def export(
         precision=precision,
         extras=extras,
         filterable=filterable or None,
-        items=str(items),
+        catalog=Catalog(str(items), only=only) if items or only else None,
     )
 
 

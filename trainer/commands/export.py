@@ -1,7 +1,7 @@
 """`logitmix export`: a run's best checkpoint -> serving directory."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -10,6 +10,9 @@ from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace
 from logitmix.trainer.commands.words import parse, parts
+
+if TYPE_CHECKING:
+    from logitmix.trainer.export.catalog import Catalog
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,10 @@ class Arguments(OverwriteOption, JSONOption, ProcessesOption):
     """Columns of the items that requests can filter by, separated by commas: price,category,in_stock. The dataset's
     features with one value for each item, unless there are --items."""
     items: str = ""
-    """Table with these columns (CSV, JSON lines or Parquet), whose ids are in its column item or its first one."""
+    """Table of the catalog (CSV, JSON lines or Parquet), whose ids are in its column item or its first one: with these
+    columns, new items, and other features and titles of known ones, as for update-items."""
+    only: bool = False
+    """Leave out the items that are not in the table; histories may hold them."""
     faiss: bool = False
     """Also write the items' vectors as flat faiss indexes."""
     faiss_hnsw: bool = False
@@ -49,6 +55,12 @@ class Arguments(OverwriteOption, JSONOption, ProcessesOption):
     """Also write the towers and the cascade as programs of torch.export and AOTInductor."""
     programs_cpu: Literal["native", "avx2"] = "native"
     """What AOTInductor compiles for: this machine, or every x86-64 processor with AVX2."""
+
+    @property
+    def catalog(self) -> "Catalog | None":
+        from logitmix.trainer.export.catalog import Catalog
+
+        return Catalog(self.items, only=self.only) if self.items or self.only else None
 
 
 def run(words: list[str]) -> None:
@@ -72,7 +84,7 @@ def run(words: list[str]) -> None:
         extras,
         arguments.keep,
         parts("--filterable", arguments.filterable),
-        arguments.items,
+        arguments.catalog,
     )
     said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {arguments.run}"
     if manifest["precision"] != arguments.precision:
@@ -100,7 +112,7 @@ def _delta(arguments: Arguments) -> None:
         path_of(arguments.delta_from),
         path_of(arguments.out),
         arguments.checkpoint,
-        arguments.items,
+        arguments.catalog,
     )
     if is_main():
         of_both = content["files"], content["manifest"]["files"]

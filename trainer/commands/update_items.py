@@ -31,13 +31,9 @@ class Arguments(JSONOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "update-items", words)
-    from logitmix.trainer.export.catalog import Catalog
+    from logitmix.trainer.export.catalog import Catalog, in_words
     from logitmix.trainer.export.update import update_items
 
     catalog = Catalog(arguments.items, arguments.item_column, arguments.remove, arguments.only)
     counts = update_items(path_of(arguments.directory), catalog, Console(stderr=True))
-    arguments.tell(
-        counts,
-        f"{arguments.directory}: {counts['added']:,} items added, {counts['changed']:,} changed, "
-        f"{counts['unchanged']:,} unchanged, {counts['removed']:,} removed, {counts['num_items']:,} now",
-    )
+    arguments.tell(counts, f"{arguments.directory}: {in_words(counts)}")

@@ -62,10 +62,10 @@ class Catalog:
     """Whether the items that are not in the table are removed, too."""
 
     def __post_init__(self) -> None:
-        if not (self.items or self.remove):
-            raise ValueError("nothing to do: give a table with --items, or a file of ids with --remove")
         if self.only and not self.items:
             raise ValueError("--only leaves the items of a table: give it with --items")
+        if not (self.items or self.remove):
+            raise ValueError("nothing to do: give a table with --items, or a file of ids with --remove")
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +155,14 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
     }
     parts = [part for part in (*ranked, back_N, *chunks, gone) if len(part)]
     return Plan(parts, len(gone), changed, titles, filterable, counts)
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """What a plan does, for people to read."""
+    numbers = {name: f"{count:,}" for name, count in counts.items()}
+    return "{added} items added, {changed} changed, {unchanged} unchanged, {removed} removed, {num_items} now".format(
+        **numbers
+    )
 
 
 def read_ids(file: str, flag: str, of: str) -> list[str]:

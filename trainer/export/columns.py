@@ -55,21 +55,15 @@ def dataset_columns(dataset: Dataset) -> dict[str, pa.Array]:
 def filter_columns(
     names: Collection[str], dataset: Dataset, table: str, tell: Callable[[str], object]
 ) -> dict[str, Column]:
-    """The columns of these names for the dataset's items: of a table of items, or without one the dataset's features.
-    ValueError for other names, and for columns that cannot be compared."""
-    if table:
+    """The columns of these names for the dataset's items: features of the dataset, or columns of a table. ValueError
+    for other names, and for columns that cannot be compared."""
+    there = dataset_columns(dataset)
+    if table and not {*names} <= there.keys():
         ids, read = dataset.raw_id_column().cast(pa.string()).combine_chunks(), read_items(table, "item", {})
-        if line := read.contradictions(Path(table).name):
-            tell(line)
-        places = pc.index_in(ids, value_set=read.ids)
-        for some, of, other in ((ids.filter(places.is_null()), f"{len(ids):,} items of {dataset.path}", table),
-                                (read.ids.filter(pc.invert(pc.is_in(read.ids, value_set=ids))),
-                                 f"{len(read.ids):,} rows of {table}", "the dataset")):  # fmt: skip
-            if len(some):
-                tell(f"{len(some):,} of {of} are not in {other}, such as {some[0].as_py()!r}")
-        there: Mapping[str, pa.Array] = read.of(ids)
-    else:
-        there = dataset_columns(dataset)
+        if len(absent := ids.filter(pc.index_in(ids, value_set=read.ids).is_null())):
+            of = f"{len(absent):,} of {len(ids):,} items of {dataset.path}"
+            tell(f"{of} are not in {table}, such as {absent[0].as_py()!r}")
+        there = read.of(ids) | there
     for name in names:
         if name not in there:
             place = table or dataset.path

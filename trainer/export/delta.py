@@ -55,6 +55,7 @@ from logitmix.serving.directory.format import (
 )
 from logitmix.serving.model import scales_of
 from logitmix.serving.texts import Texts
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import export
 
 WHOLE = ".whole"
@@ -64,13 +65,13 @@ COMPARED_ROWS = 2**16
 
 
 def export_delta(
-    run: Path, earlier: Path, out: Path, which: Literal["best", "last"] = "best", items: str = ""
+    run: Path, earlier: Path, out: Path, which: Literal["best", "last"] = "best", catalog: Catalog | None = None
 ) -> dict[str, Any]:
-    """Writes what the export of a run has that an earlier export, with the deltas that lie beside `out`, lacks; returns
-    the content of its delta.json. The item cache, its precision and the filterable columns, which are of the table
-    `items` if there is one, are those of the earlier export. Alone, or under torchrun. Raises ValueError as `export`
-    does, if `out` exists, if the deltas beside it do not all follow the earlier export, if the model is another, and if
-    nothing differs.
+    """Writes what the export of a run, with a catalog if there is one, has that an earlier export, with the deltas that
+    lie beside `out`, lacks; returns the content of its delta.json. The item cache, its precision and the names of the
+    filterable columns are those of the earlier export. Alone, or under torchrun. Raises ValueError as `export` does, if
+    `out` exists, if the deltas beside it do not all follow the earlier export, if the model is another, and if nothing
+    differs.
     """
     _require_folders(earlier, out)
     out = out.absolute()
@@ -84,7 +85,8 @@ def export_delta(
     base = reader.read(earlier)
     try:
         columns = base.about.filterable
-        export(run, whole, True, which, base.about.item_cache, base.about.precision, filterable=columns, items=items)
+        cache, precision = base.about.item_cache, base.about.precision
+        export(run, whole, True, which, cache, precision, filterable=columns, catalog=catalog)
         if not is_main():
             return {}
         with in_turn(out.parent):

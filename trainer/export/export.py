@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from rich.console import Console
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
@@ -39,7 +40,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
-from logitmix.trainer.export.catalog import in_order, texts_of
+from logitmix.trainer.export.catalog import Catalog, in_order, in_words, planned, texts_of, write_planned
 from logitmix.trainer.export.columns import dataset_columns, filter_columns
 from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
 from logitmix.trainer.export.programs import (
@@ -102,17 +103,17 @@ def export(
     extras: Collection[Extra] = (),
     keep: int | None = None,
     filterable: Collection[str] | None = None,
-    items: str = "",
+    catalog: Catalog | None = None,
 ) -> dict[str, Any]:
     """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
     returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards
     hold the items' rows and features, and the Retriever passes them through the item tower for each request.
     `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
     rank 0 makes. An export that is replaced is kept beside it as the last of `keep` former ones, of as many as there
-    are if None. Requests can filter by the columns `filterable` of the table `items`, or without one of the dataset;
-    where there are none, a line says which there could be, but not for None. The raw ids and titles come from the
-    dataset directory that the run names. Raises ValueError if `out`
-    exists and must not be overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
+    are if None. Requests can filter by the columns `filterable` of the catalog's table, or without one of the dataset;
+    where there are none, a line says which there could be, but not for None. The items are those of the dataset
+    directory that the run names, as the catalog changes them. Raises ValueError if `out` exists and must not be
+    overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
     epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
     be made, or if the precision cannot hold the items' sides.
     """
@@ -131,18 +132,16 @@ def export(
         precision=precision,
         extras=sorted(extras),
         filterable=sorted(filterable or ()),
-        items=items,
+        catalog=str(catalog),
     )
     with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
         model = load_saved(final, which, ranks)
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
         schema = served_schema(model.tower.schema)
-        columns = dict[str, FilterColumn]()
+        columns, items = dict[str, FilterColumn](), catalog.items if catalog else ""
         if filterable:
             columns = filter_columns(filterable, dataset, items, say if ranks.rank == 0 else lambda line: None)
-        elif items:
-            raise ValueError("--items has the columns to filter by; name those to keep: --filterable price,in_stock")
         elif filterable is not None and ranks.rank == 0 and (could := ",".join(dataset_columns(dataset))):
             say(f"requests cannot filter by columns of the items; this export can keep --filterable {could}")
         kinds = {name: column.kind for name, column in columns.items()}
@@ -163,7 +162,7 @@ def export(
                 fetch_names(out)
 
             on_first_rank_at_length(begin, ranks)
-            manifest = export_model(model, about, of_dataset, out, overwrite, ranks, facts, extras, keep)
+            manifest = export_model(model, about, of_dataset, out, overwrite, ranks, facts, extras, keep, catalog)
             upload_run(out, ranks)
     return manifest
 
@@ -178,11 +177,12 @@ def export_model(
     facts: Facts | None = None,
     extras: Collection[Extra] = (),
     keep: int | None = None,
+    catalog: Catalog | None = None,
 ) -> dict[str, Any]:
-    """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles; returns
-    its manifest. It has a model card where there are `facts` of the training. Collective. Raises ValueError if `out`
-    must not be overwritten, for weights that are not finite and for duplicate raw ids or values of features, and
-    OSError if the disk is full or forbids it.
+    """Writes a serving directory, complete or not at all, of a model whose items have these raw ids and titles, as the
+    catalog changes them; returns its manifest. It has a model card where there are `facts` of the training. Collective.
+    Raises ValueError if `out` must not be overwritten, for weights that are not finite and for duplicate raw ids or
+    values of features, as `planned` does, and OSError if the disk is full or forbids it.
     """
     out = out.resolve()
 
@@ -206,6 +206,21 @@ def export_model(
 
         def finish() -> dict[str, Any]:
             entries = tables | _merged(others)
+            if not catalog:
+                return publish_whole(staging, about, entries)
+            writer.write_manifest(staging, about, entries)
+            contents, changed = reader.read(staging), staging_path(out)
+            plan = planned(contents, catalog, Console(stderr=True))
+            say(f"{catalog.items}: {in_words(plan.counts)}")
+            changed.mkdir()
+            try:
+                held.enter_context(held_alone(changed))
+                return publish_whole(changed, *write_planned(staging, contents, plan, changed))
+            finally:
+                shutil.rmtree(changed, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
+
+        def publish_whole(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
             entries |= write_extras(staging, about, entries, extras)
             if facts:
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]

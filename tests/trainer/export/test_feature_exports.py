@@ -272,6 +272,22 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("served", [True], indirect=True)
+def test_an_export_of_a_catalog_is_an_export_that_is_updated(
+    run: Path, dataset: Dataset, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = {"new": item_record(dataset, 4), "item-3": item_record(dataset, 9)}
+    (tmp_path / "t.csv").write_text(csv_of(records | {f"item-{n}": item_record(dataset, n) for n in range(20, ITEMS)}))
+    catalog = Catalog(str(tmp_path / "t.csv"), only=True)
+    update_items(served, catalog)
+    capsys.readouterr()
+    export(run, tmp_path / "again", catalog=catalog)
+    assert "1 items added, 1 changed, 30 unchanged, 19 removed, 32 now" in " ".join(capsys.readouterr().err.split())
+    assert {path.name for path in tmp_path.iterdir()} == {"served", "again", "t.csv"}
+    for file in served.iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+
+
 def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = json.loads((served / "manifest.json").read_text())
     (tmp_path / "new.csv").write_text("item,price,brand\nnew,much,brand-1\n")
@@ -489,10 +505,10 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     stock.write_text("item,left,day\n" + "".join(f"item-{item},{item % 3},2024-01-31\n" for item in range(1, ITEMS)))
     with stock.open("a") as file:
         file.write("other,,\n")
-    export(run, out, True, filterable=["left", "day"], items=str(stock))
+    export(run, out, True, filterable=["left", "day"], catalog=Catalog(str(stock)))
     said = capsys.readouterr().err
     assert f"1 of {ITEMS} items of {dataset.path} are not in {stock}, such as 'item-0'" in said
-    assert f"1 of {ITEMS} rows of {stock} are not in the dataset, such as 'other'" in said
+    assert "1 items added, 0 changed" in said
     (tmp_path / "new.csv").write_text("item,left\nnew,7\nanother,\nitem-5,9\nitem-7,1\n")
     (tmp_path / "gone").write_text("item-0\nitem-8\n")
     counts = update_items(out, Catalog(str(tmp_path / "new.csv"), remove=str(tmp_path / "gone")))
@@ -500,8 +516,8 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     contents = read(out)
     assert contents.about.filterable == {"left": "number", "day": "time"}
     left, day = (contents.columns[name].values.nan_to_num(-1).tolist() for name in ("left", "day"))
-    assert left == [9 if item == 5 else item % 3 for item in range(1, ITEMS) if item != 8] + [7, -1]
-    assert day == [1706659200] * (ITEMS - 2) + [-1, -1]
+    assert left == [9 if item == 5 else item % 3 for item in range(1, ITEMS) if item != 8] + [-1, 7, -1]
+    assert day == [1706659200] * (ITEMS - 2) + [-1, -1, -1]
     (tmp_path / "new.csv").write_text("item,left\nnew 2,many\n")
     with pytest.raises(ValueError, match="left of item 'new 2' is 'many'; it must be a number, or none"):
         update_items(out, Catalog(str(tmp_path / "new.csv")))
@@ -509,8 +525,6 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
         export(run, out, True, filterable=["colour"])
     with pytest.raises(ValueError, match=r"--filterable: tags in .* has several values for an item; there are: brand"):
         export(run, out, True, filterable=["tags"])
-    with pytest.raises(ValueError, match="--items has the columns to filter by; name those to keep"):
-        export(run, out, True, items=str(stock))
 
 
 def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
