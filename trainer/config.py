@@ -2,7 +2,7 @@
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import product
@@ -43,6 +43,10 @@ class DataConfig:
     targets: tuple[str, ...] = ()
     """Which actions are predicted: conditions on features of the actions, such as "event = purchase", that hold for all
     of them. Only these are trained on, held out and ranked; all actions are history. Without conditions, all are."""
+    negatives: tuple[str, ...] = ()
+    """Explicit negatives of a target, which take the place of the last of its sampled ones, up to half of them: a
+    feature of its action that lists items, such as those that were shown with it, or the actions since the target
+    before it that fulfill a condition, such as "event = dislike". These stay in the history, but are no targets."""
     weight: str = ""
     """A feature of the actions, numbers of 0 or more such as dwell times or prices, that multiplies the loss of a
     target. The loss is the mean by these weights, so their unit does not matter. Without it, all count alike."""
@@ -58,6 +62,11 @@ class DataConfig:
                 f"data.held_out is {self.held_out}, but data.split is {self.split}, which holds out two actions of "
                 "each user; set data.split to time, or leave data.held_out out"
             )
+
+
+def conditions_of(negatives: Sequence[str]) -> list[str]:
+    """Those entries of data.negatives that are conditions; the others are names of features."""
+    return [of for of in negatives if not of.isidentifier()]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.negatives import ExplicitNegatives
 from logitmix.trainer.data.targets import target_weights
 from logitmix.trainer.evaluation.evaluate import Evaluation, held_out
 from logitmix.trainer.evaluation.seen import Seen
@@ -117,10 +118,11 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
             _train_first(first, config, run, job)
         seen = _seen(run, config, dataset, ranks)
         batches = training_batches(config, dataset, ranks, seen)
+        of_negatives = batches.said_of_explicit()
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
-        said = start_block(dataset, model, why, batches.left_out, batches.places)
+        said = start_block(dataset, model, why, batches.left_out, batches.places, of_negatives)
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)
@@ -325,6 +327,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen 
         group_positions=config.model.loss.group_positions,
         in_batch=config.model.loss.in_batch,
         held_out=held,
+        explicit=ExplicitNegatives(dataset, names, held.places) if (names := config.data.negatives) else None,
         weights=target_weights(dataset, config.data.weight, held.places),
         first_U=seen.users_with_new(held) if seen else None,
         seed=config.train.seed,

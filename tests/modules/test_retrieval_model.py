@@ -28,11 +28,13 @@ from logitmix.modules.config import (
     SimilarityConfig,
 )
 from logitmix.modules.model import SampledLosses
-from logitmix.modules.schema import ITEM, Schema
+from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.towers import Tower
 from logitmix.trainer.data.batches import TrainingBatches, leave_one_out
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.negatives import ExplicitNegatives
 
 ITEMS = 300
 IDS = Schema.of_ids(ITEMS)
@@ -104,13 +106,22 @@ def dataset(users: int = 13) -> Dataset:
 def batches(
     options: ModelConfig, rank: int = 0, world_size: int = 1, users: int = 13, some: bool = False
 ) -> TrainingBatches:
-    """With `some`, about a third of the actions may be targets, which have weights."""
+    """With `some`, about a third of the actions may be targets, which have weights and up to three explicit
+    negatives."""
     data = dataset(users)
+    actions, explicit = len(data.items_flat), Feature("shown", "event", "ids", ITEM)
+    shown = Column(np.random.default_rng(3).integers(0, ITEMS, 3 * actions), 3 * (np.arange(actions + 1) // 3))
+    data = replace(
+        data,
+        schema=replace(data.schema, features=(*data.schema.features, explicit)),
+        event_features={"shown": shown},
+    )
     places = np.flatnonzero(np.random.default_rng(1).random(len(data.items_flat)) < 0.35) if some else None
     return TrainingBatches(
         data,
         IDS,
         held_out=leave_one_out(data, places=places),
+        explicit=ExplicitNegatives(data, ("shown",), places) if some else None,
         weights=np.random.default_rng(2).random(len(data.items_flat), np.float32) if some else None,
         batch_size=8,
         max_length=options.encoder.max_length,

@@ -229,6 +229,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "train.device": "cuda",
         "train.loggers": ["wandb"],
         "data.targets": ["event = purchase"],
+        "data.negatives": ["shown"],
         "data.weight": "price",
         "train.schedule": "cosine",
         "train.on_damage": "stop",

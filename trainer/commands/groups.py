@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from logitmix.trainer.config import Config, flatten
+from logitmix.trainer.config import Config, conditions_of, flatten
 from logitmix.trainer.evaluation.intervals import FEWEST, Floats, middle, over_seeds, resampled_means
 from logitmix.trainer.metrics import METRICS
 from logitmix.trainer.run.folder import MAY_CHANGE, read_config, read_description, start_path
@@ -210,6 +210,8 @@ def _comparable(group: Group, best: Group) -> bool:
         and group.runs[0].dataset == one.dataset
         and all(run.users == one.users for run in (*group.ranked, *best.ranked))
         and all(group.settings.get(name) == best.settings.get(name) for name in RULES)
+        # Lists of negatives leave the targets as they are.
+        and conditions_of(group.settings["data.negatives"]) == conditions_of(best.settings["data.negatives"])
     )
 
 

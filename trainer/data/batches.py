@@ -22,6 +22,7 @@ from logitmix.modules.schema import ITEM, USER, USER_FEATURE, Schema
 from logitmix.trainer.data.columns import ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
+from logitmix.trainer.data.negatives import ExplicitNegatives, with_explicit
 
 Split = Literal["validation", "test"]
 
@@ -149,6 +150,7 @@ class TrainingBatches:
         in_batch: int = 0,
         group_positions: int = 1,
         held_out: HeldOut | None = None,
+        explicit: ExplicitNegatives | None = None,
         weights: NDArray[np.float32] | None = None,
         item_id_dropout: float = 0.0,
         user_id_dropout: float = 0.0,
@@ -159,15 +161,21 @@ class TrainingBatches:
     ) -> None:
         """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
-        histories into windows (`_windows`). `weights` are those of the actions as targets [actions]. The last sequences
-        of users in `first_U` [U] begin each epoch. 0 `negatives` are all items, shared by the batch.
+        histories into windows (`_windows`). `explicit` negatives take the place of up to half of the sampled ones.
+        `weights` are those of the actions as targets [actions]. The last sequences of users in `first_U` [U] begin each
+        epoch. 0 `negatives` are all items, shared by the batch.
 
-        Raises ValueError if no user has two actions, which a training position needs, besides those held out; or if the
-        negatives are all items, and these are too many."""
+        Raises ValueError if no user has two actions, which a training position needs, besides those held out; if the
+        negatives are all items, and these are too many; and for `explicit` negatives with `in_batch` or 0."""
         if not negatives and dataset.num_items > MOST_NEGATIVES:
             raise ValueError(
                 f"{dataset.path} has {dataset.num_items:,} items, and model.loss.negatives is 0, which is all of them; "
                 f"there may be {MOST_NEGATIVES:,}: set it to a number such as 2048"
+            )
+        if explicit and not negatives:
+            raise ValueError(
+                "model.loss.negatives is 0: all items are negatives of each target already; set it to a number such as "
+                "128, or leave data.negatives out"
             )
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         held_out = held_out or leave_one_out(dataset)
@@ -196,7 +204,12 @@ class TrainingBatches:
         self.left_out = len(longer), int((longer - max_length).sum())
         # With a stride, a user has several: new actions are in the last one.
         self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
-        self.in_batch, self.weights = in_batch, weights
+        if explicit and in_batch:
+            raise ValueError(
+                f"model.loss.in_batch is {in_batch}, whose correction (logQ) is for negatives that are drawn, not for "
+                "those of data.negatives; set model.loss.in_batch to 0, or leave data.negatives out"
+            )
+        self.in_batch, self.weights, self.explicit = in_batch, weights, explicit
         self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.user_S)
         self.steps_per_epoch = -(-len(self.user_S) // batch_size)
@@ -232,6 +245,10 @@ class TrainingBatches:
         if self.places is not None:
             before_B = self.end_S[sequences] - lengths - (bounds[first:last] - bounds[first])
             position_Q = torch.from_numpy(place_Q - np.repeat(before_B, targets))
+        bounds_G = self._bounds(of_part, group_B[first:last])
+        if self.explicit:
+            found_E = self._explicit(place_Q, np.repeat(users, targets))
+            negatives, bounds_G = with_explicit(negatives, bounds_G, *found_E)
         named = np.concatenate([items[inputs], items[place_Q], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
         row_V = self._without("item_id_dropout", self.item_id_dropout, unique, unique, ITEM, step)
@@ -250,13 +267,30 @@ class TrainingBatches:
             input_T=torch.from_numpy(input_T),
             target_T=torch.from_numpy(target_Q),
             negatives_GN=torch.from_numpy(negative.reshape(negatives.shape)),
-            bounds=self._bounds(of_part, group_B[first:last]),
+            bounds=bounds_G,
             noise=Noise(derive_key("dropout", self.seed, step)),
             total_targets=int(bounds_Q[-1]),
             log_q_V=None if self.log_q_X is None else torch.from_numpy(self.log_q_X[unique]),
             position_Q=position_Q,
             weight_Q=weight_Q,
         )
+
+    def _explicit(self, place_Q: Ints, user_Q: Ints) -> tuple[Ints, Ints]:
+        """The explicit negatives of some targets, as of ExplicitNegatives."""
+        assert self.explicit
+        return self.explicit.of(place_Q, self.dataset.offsets[user_Q], (self.negatives + 1) // 2)
+
+    def said_of_explicit(self) -> str:
+        """How many explicit negatives an epoch has; empty if none were asked for."""
+        if not self.explicit:
+            return ""
+        negatives = having = 0
+        for start in range(0, len(self.user_S), 2**14):
+            part = slice(start, start + 2**14)
+            place_Q = self._place(ranges(self.first_S[part], self.targets_S[part]))
+            row_E, _ = self._explicit(place_Q, np.repeat(self.user_S[part], self.targets_S[part]))
+            negatives, having = negatives + len(row_E), having + len(np.unique(row_E))
+        return self.explicit.said(negatives, having, int(self.targets_S.sum()))
 
     def _weights(self, sequences: Ints, part: slice) -> torch.Tensor | None:
         """The weights of some of the targets of a global batch's sequences, by the mean of all; zeros if all are."""

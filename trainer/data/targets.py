@@ -8,43 +8,73 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from logitmix.common.mappings import nearest
+from logitmix.trainer.config import conditions_of
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.numbers import read_numbers
 from logitmix.trainer.data.where import column_of, holds
 
 FLAG = "--data.targets"
+NEGATIVES = "--data.negatives"
 
 
-def target_places(dataset: Dataset, conditions: Sequence[str]) -> Ints | None:
-    """The places of the actions for which all conditions hold, in order; None without conditions, when all actions may
-    be targets. Conditions are those of `prepare --where`, on features of actions; a missing number is the mean, as in
-    the dataset. ValueError for other conditions, and if no action is left."""
-    if not conditions:
-        return None
+def target_places(dataset: Dataset, conditions: Sequence[str], negatives: Sequence[str] = ()) -> Ints | None:
+    """The places of the actions for which all conditions hold, and which are no explicit negatives, in order; None
+    without conditions, when all actions may be targets. Conditions are those of `prepare --where`, on features of
+    actions; a missing number is the mean, as in the dataset. ValueError for other conditions, and if no action is
+    left."""
     chosen = np.ones(len(dataset.items_flat), bool)
     for condition in conditions:
-        name = column_of(condition, list(dataset.event_features), FLAG)
-        values = _values(dataset, name, f"{FLAG} {condition!r}")
-        chosen &= holds(condition, {name: values}, flag=FLAG)
-        if not chosen.any():
-            some = ""
-            if pa.types.is_dictionary(values.type):
-                some = f"; {name} is {', '.join(values.dictionary.drop_null()[:5].to_pylist())}, for example"
-            raise ValueError(f"{FLAG} {condition!r}: no action of {dataset.path} fulfills this{some}")
+        chosen = _fulfill(dataset, condition, FLAG, chosen)
+    places = negative_places(dataset, negatives)
+    if not conditions and not len(places):
+        return None
+    chosen[places] = False
+    if not chosen.any():
+        raise ValueError(f"{NEGATIVES} {' '.join(negatives)}: no action is left that may be a target")
     return np.flatnonzero(chosen)
 
 
-def said_of_targets(dataset: Dataset, places: Ints | None, conditions: Sequence[str], features: Sequence[str]) -> str:
+def negative_places(dataset: Dataset, negatives: Sequence[str]) -> Ints:
+    """The places of the actions that fulfill one of the conditions of data.negatives, in order. ValueError as of
+    `target_places`."""
+    chosen = np.zeros(len(dataset.items_flat), bool)
+    for condition in conditions_of(negatives):
+        chosen |= _fulfill(dataset, condition, NEGATIVES, True)
+    return np.flatnonzero(chosen)
+
+
+def _fulfill(dataset: Dataset, condition: str, flag: str, among: NDArray[np.bool_] | bool) -> NDArray[np.bool_]:
+    """Which actions fulfill a condition [actions]; ValueError if none of those `among` all does."""
+    name = column_of(condition, list(dataset.event_features), flag)
+    values = _values(dataset, name, f"{flag} {condition!r}")
+    found: NDArray[np.bool_] = holds(condition, {name: values}, flag=flag) & among
+    if not found.any():
+        some = ""
+        if pa.types.is_dictionary(values.type):
+            some = f"; {name} is {', '.join(values.dictionary.drop_null()[:5].to_pylist())}, for example"
+        raise ValueError(f"{flag} {condition!r}: no action of {dataset.path} fulfills this{some}")
+    return found
+
+
+def said_of_targets(
+    dataset: Dataset,
+    places: Ints | None,
+    conditions: Sequence[str],
+    features: Sequence[str],
+    negatives: Sequence[str] = (),
+) -> str:
     """How many actions may be targets, those at `places` by the conditions, and how many users have none; empty if all
-    may. `features` are those of the model."""
+    may. `features` are those of the model, `negatives` as in `target_places`."""
     if places is None:
         return ""
     first, last = (np.searchsorted(places, of) for of in (dataset.offsets[:-1], dataset.offsets[1:]))
     without = int((first == last).sum())
-    said = f"{len(places):,} of {len(dataset.items_flat):,} actions ({' and '.join(conditions)})"
+    others = conditions_of(negatives)
+    said = f"{len(places):,} of {len(dataset.items_flat):,} actions "
+    said += f"({' and '.join([*conditions, *(f'not {of}' for of in others)])})"
     said += f"; {without:,} of {dataset.num_users:,} users have none" if without else ""
-    columns = {column_of(condition, list(dataset.event_features)) for condition in conditions}
+    columns = {column_of(condition, list(dataset.event_features)) for condition in (*conditions, *others)}
     if unseen := sorted(columns - {*features} if "all" not in features else ()):
         said += f"; the model does not see which, without --model.features {' '.join(unseen)}"
     return said

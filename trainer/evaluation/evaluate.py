@@ -94,7 +94,7 @@ def evaluate_run(
 def held_out(config: Config, dataset: Dataset) -> HeldOut:
     """The held-out actions of the run's split; ValueError as of `target_places`, or if a split by time leaves nobody to
     rank."""
-    places = target_places(dataset, config.data.targets)
+    places = target_places(dataset, config.data.targets, config.data.negatives)
     if config.data.split == "time":
         return split_by_time(dataset, config.data.held_out, config.data.validation, places)
     return leave_one_out(dataset, config.data.validation, places)
@@ -105,7 +105,7 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
     if (rule := config.evaluate.exclude_history) == "no":
         return False
     shares = dataset.repeated_targets
-    if config.data.split == "time" or config.data.targets:
+    if config.data.split == "time" or config.data.targets or config.data.negatives:
         # A refit must come to the decision of its run, which has a validation part.
         data = replace(config.data, validation=config.data.validation or rule == "auto")
         of = held_out(replace(config, data=data), dataset)

@@ -244,10 +244,11 @@ def start_block(
     why_precision: str = "",
     left_out: tuple[int, int] = (0, 0),
     places: Ints | None = None,
+    said_of_negatives: str = "",
 ) -> str:
     """What will be trained, and where: lines of text, one for each table among them. `why_precision`: the reason for
     the precision, if it was chosen automatically. `left_out`: users with actions before their sequence, and these
-    actions. `places`: those of the actions that may be targets; None: all."""
+    actions. `places`: those of the actions that may be targets; None: all. `said_of_negatives`: of explicit ones."""
     train, wire, ranks = model.config.train, model.config.comm, model.ranks
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
@@ -268,8 +269,11 @@ def start_block(
         "precision": precision,
         "wire": sent,
     }
-    if line := said_of_targets(dataset, places, model.config.data.targets, model.config.model.features):
+    data, features = model.config.data, model.config.model.features
+    if line := said_of_targets(dataset, places, data.targets, features, data.negatives):
         block["targets"] = line
+    if said_of_negatives:
+        block["negatives"] = said_of_negatives
     if left_out[0]:
         longest = model.config.model.encoder.max_length
         block["histories"] = f"{left_out[0]:,} users have more actions than {longest} (model.encoder.max_length): "
@@ -278,8 +282,8 @@ def start_block(
     if device == "cuda" and ranks.world_size > 1 and each < FEW:
         block["batch"] = f"{each} users a rank keep no GPU busy; --scale {ranks.world_size} trains with as many as the "
         block["batch"] += "recipe has for one, and with learning rates to match (docs/scale.md)"
-    if features := dataset.schema.only(model.config.model.features).item_valued:
-        block["export"] = f"not possible: {', '.join(features)} and the item ids share a table"
+    if item_valued := dataset.schema.only(features).item_valued:
+        block["export"] = f"not possible: {', '.join(item_valued)} and the item ids share a table"
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     if ranks.device.type == "cuda" and (losses := losses_in_blocks(model.tower, dtype, ranks.device)):
         slow = "has no CUDA kernel and runs block by block in plain torch, in many small launches"

@@ -28,7 +28,7 @@ from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
 from logitmix.common.storage import fetch, path_of
 from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, changed, flatten, model_schema
+from logitmix.trainer.config import Config, changed, conditions_of, flatten, model_schema
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import read_description
@@ -151,10 +151,12 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config, ea
             f"{run} has data.split {before.data.split}, so it may have been trained on what is held out now; "
             f"give --data.split {before.data.split}"
         )
-    if now.data.split == "leave-one-out" and before.data.targets != now.data.targets:
+    was, wanted = ((list(of.data.targets), conditions_of(of.data.negatives)) for of in (before, now))
+    if now.data.split == "leave-one-out" and was != wanted:
+        name, value = ("targets", was[0]) if was[0] != wanted[0] else ("negatives", was[1])
         raise ValueError(
-            f"{run} has data.targets {list(before.data.targets)}, so it may have been trained on what is held out now; "
-            "give the same --data.targets, or --data.split time to both"
+            f"{run} has data.{name} {value}, so it may have been trained on what is held out now; give the same "
+            f"--data.{name}, or --data.split time to both"
         )
     if now.data.split == "time":
         path = fetch(before.data.path)
