@@ -518,6 +518,14 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     left, day = (contents.columns[name].values.nan_to_num(-1).tolist() for name in ("left", "day"))
     assert left == [9 if item == 5 else item % 3 for item in range(1, ITEMS) if item != 8] + [-1, 7, -1]
     assert day == [1706659200] * (ITEMS - 2) + [-1, -1, -1]
+    requests: list[Request] = [
+        {**request, "where": "left >= 1", "limit": {"left": 2}} for request in whole_requests(dataset)
+    ]
+    retriever = Retriever.load(out)
+    api.recommend(out, tmp_path / "some.csv", run.parent / "data", 5, where="left >= 1", limit={"left": 2})
+    require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), retriever.recommend(requests, 5))
+    (rows,) = retriever.recommend([{"history": ["item-3"], "where": "left = 7 or left is null"}], 5)
+    assert {row["id"] for row in rows} == {"new", "another", "other"}
     (tmp_path / "new.csv").write_text("item,left\nnew 2,many\n")
     with pytest.raises(ValueError, match="left of item 'new 2' is 'many'; it must be a number, or none"):
         update_items(out, Catalog(str(tmp_path / "new.csv")))
