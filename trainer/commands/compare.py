@@ -16,9 +16,9 @@ from logitmix.trainer.config import DataConfig, EvaluateConfig, changed, flatten
 
 @dataclass(frozen=True)
 class Arguments(JSONOption, ProcessesOption, ThreadsOption):
-    """Popularity, item-kNN, EASE, dot product, MoL and HSTU on one dataset, in equal time: a table with intervals, and
-    a sentence of verdict. What an earlier call with the same --out has done is not done again. The settings of data and
-    evaluate hold for all methods."""
+    """Popularity, item-kNN, EASE, dot product, MoL and HSTU on one dataset, in equal time: a table with intervals, a
+    sentence of verdict, and what to do next. What an earlier call with the same --out has done is not done again. The
+    settings of data and evaluate hold for all methods."""
 
     dataset: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")]
     """Dataset directory."""
@@ -26,6 +26,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Training time of each method, evaluation not counted."""
     methods: tuple[Literal["dot", "mol", "hstu"], ...] = ("dot", "mol", "hstu")
     """Learned methods; the simple ones are always there."""
+    features: tuple[str, ...] = ()
+    """Features that the learned methods use, "all" for all."""
     out: str = ""
     """Folder of the runs and of compare.json; runs/compare-DATASET when left empty."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -57,4 +59,5 @@ def _with_settings(words: list[str]) -> tuple[Arguments, dict[str, Any]]:
     )
     arguments = parse(Arguments, "compare", words, default)
     before, now = (flatten(of.data, "data.") | flatten(of.evaluate, "evaluate.") for of in (default, arguments))
-    return arguments, {name: now[name] for name in changed(before, now)}
+    of_model = {"model.features": list(arguments.features)} if arguments.features else {}
+    return arguments, {name: now[name] for name in changed(before, now)} | of_model

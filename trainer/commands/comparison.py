@@ -71,6 +71,7 @@ from logitmix.trainer.run.folder import (
 )
 from logitmix.trainer.run.metrics import evaluations_since_best, read_rows, still_rising
 from logitmix.trainer.run.results import (
+    COLD,
     beside_baselines,
     cold_targets,
     read_ranks,
@@ -103,6 +104,8 @@ CHOICE = "hr@10"
 """On validation, it chooses the method; on the test part, the verdict names it."""
 SECTIONS = ("data.", "evaluate.")
 """Settings that may be given, for all methods alike."""
+FEATURES = "model.features"
+"""Likewise, for the learned ones."""
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
 WIDER = "hr@50"
@@ -122,7 +125,8 @@ def compare(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
-    compare.txt. `settings` of the sections data and evaluate, {"data.split": "time"}, hold for all methods. Collective.
+    compare.txt. `settings` of the sections data and evaluate, {"data.split": "time"}, hold for all methods, and
+    model.features for the learned ones. Collective.
 
     Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, settings of
     other sections or with which methods cannot be compared, a method that had more minutes before, and one whose folder
@@ -143,6 +147,7 @@ def compare(
         return config_of(name, dataset, minutes, threads, settings)
 
     configs, config = {name: configured(name) for name in methods}, configured("dot")
+    dataset.schema.only(config.model.features)
     facts = facts_of("compare", config, dataset, methods=methods)
     with process_group("auto", config.comm.timeout_seconds, facts, end_lost) as ranks:
         evaluation = Evaluation(config, dataset, ranks)
@@ -205,8 +210,10 @@ def config_of(
 def _require_comparable(settings: Mapping[str, Any]) -> None:
     """ValueError for settings of other sections, and for those without which nothing can be chosen on validation."""
     for name in settings:
-        if not name.startswith(SECTIONS) or name == "data.path":
-            raise ValueError(f"compare has no setting {name}; it takes those of data and evaluate, but not data.path")
+        if not (name.startswith(SECTIONS) or name == FEATURES) or name == "data.path":
+            raise ValueError(
+                f"compare has no setting {name}; it takes {FEATURES} and those of data and evaluate, but not data.path"
+            )
     needed = {"data.validation": settings.get("data.validation", True)}
     needed["evaluate.every_epochs"] = settings.get("evaluate.every_epochs", 1)
     for name, value in needed.items():
@@ -356,6 +363,7 @@ def _finish(
     beside = {
         LABELS[name]: beside_baselines(value[name] | others, {of: LABELS[of] for of in simple}) for name in learned
     }
+    unused = len(dataset.schema.features) > 1 and not any(read_config(out / of).model.features for of in learned)
     found = {
         "dataset": place_of(dataset.path),
         "minutes": minutes,
@@ -370,6 +378,7 @@ def _finish(
             *(f"test part: {line}" for line in filter(None, [cold_targets({"targets/cold": cold})])),
         ],
         "verdict": verdict(rows, reference),
+        "next": next_step(rows, reference, out, minutes, cold, unused),
         "methods": rows,
     }
     write_whole(out / "compare.json", json.dumps(found, indent=1) + "\n")
@@ -467,16 +476,37 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     said += f": {figures}"
     if better and learned["difference"][WIDER][2] < 0:
         said += f"; in HR@50 it is behind, {learned['test'][WIDER][0]:.3f} against {simple['test'][WIDER][0]:.3f}"
-    if learned["still_rising"]:
-        said += f"; more minutes may help, since {name}'s validation was still rising at the end"
-    elif learned["still_rising"] is None:
-        said += f"; more minutes may help, since there was time for only one evaluation of {name}"
     return said
+
+
+def next_step(
+    rows: Sequence[Mapping[str, Any]], reference: str, out: Path, minutes: float, cold: float, unused: bool
+) -> str:
+    """What to do next; empty where nothing was trained. `cold`: the share of targets that training has no action of;
+    `unused`: whether the dataset has features and the learned methods use none."""
+    trained = [row for row in rows if row["learned"]]
+    if not trained:
+        return ""
+    best = max(trained, key=lambda row: row["validation"][CHOICE])
+    more, name = f"--minutes {4 * minutes:g}", LABELS[best["method"]]
+    if best["still_rising"] is None:
+        return f"{more}, because there was time for only one evaluation of {name}"
+    if best["still_rising"]:
+        return f"{more}, because {name}'s validation was still rising at the end"
+    simple = next(row for row in rows if row["method"] == reference)
+    ahead = best["validation"][CHOICE] > simple["validation"][CHOICE]
+    if ahead and best["difference"][CHOICE][1] > 0 and best["users_that_differ"] >= FEWEST:
+        return f"`logitmix train --refit {place_of(out / best['method'])}`, which trains on the validation actions too"
+    if unused:
+        return "--features all and another --out, because no method used what the dataset knows beside the ids"
+    if cold >= COLD:
+        return "features of the items (prepare --items), because ids alone cannot rank items without training actions"
+    return f"more actions: with these, {LABELS[reference]}, which needs no training, does as well"
 
 
 def as_text(found: Mapping[str, Any]) -> str:
     """The table, best on validation first, what is left out, where the learned methods are ahead of the best simple one
-    and where behind, and the verdict."""
+    and where behind, the verdict, and what to do next."""
     title = (
         f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
         f"{_minutes(found['minutes'])} a method"
@@ -498,7 +528,8 @@ def as_text(found: Mapping[str, Any]) -> str:
         )
     text = io.StringIO()
     Console(width=WIDTH, file=text).print(table)
-    said = (*found["left_out"], *found["beside"], found["verdict"])
+    said = [*found["left_out"], *found["beside"], found["verdict"]]
+    said += [f"next: {found['next']}"] if found["next"] else []
     lines = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in said]
     return text.getvalue() + "\n".join(lines) + "\n"
 

@@ -16,7 +16,7 @@ from small_data import ITEMS, interrupted, write_dataset, write_late_items
 
 from logitmix.trainer import cli, loop
 from logitmix.trainer.commands import comparison
-from logitmix.trainer.commands.comparison import compare, verdict, with_intervals
+from logitmix.trainer.commands.comparison import compare, next_step, verdict, with_intervals
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -107,9 +107,37 @@ def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[st
     assert sentence.startswith(said)
     difference, low, high = learned["difference"]["hr@10"]
     assert f"({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})" in sentence
-    assert ("validation was still rising" in sentence) == (learned["still_rising"] is True)
-    assert ("time for only one evaluation of" in sentence) == (learned["still_rising"] is None)
     assert ("in HR@50 it is behind, 0.500 against 0.500" in sentence) == (learned["difference"]["hr@50"][2] < 0)
+
+
+@pytest.mark.parametrize(
+    ("learned", "cold", "unused", "said"),
+    [
+        (
+            row("hstu", 0.3, 0.312, 0.09, 0.13, None),
+            0.0,
+            False,
+            "--minutes 8, because there was time for only",
+        ),
+        (
+            row("hstu", 0.3, 0.312, 0.09, 0.13, True),
+            0.0,
+            False,
+            "--minutes 8, because HSTU's validation was",
+        ),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13), 0.5, True, "`logitmix train --refit out/hstu`, which"),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, differ=5), 0.5, True, "--features all and another --out"),
+        (row("hstu", 0.1, 0.312, 0.09, 0.13), 0.5, True, "--features all and another --out"),
+        (row("hstu", 0.3, 0.1, -0.2, -0.1), 0.5, False, "features of the items (prepare --items), because"),
+        (row("hstu", 0.3, 0.21, -0.01, 0.1), 0.0, False, "more actions: with these, EASE"),
+    ],
+)
+def test_the_next_step_follows_from_what_was_found(
+    learned: dict[str, Any], cold: float, unused: bool, said: str
+) -> None:
+    rows = [row("ease", 0.2, 0.2), learned]
+    assert next_step(rows, "ease", Path("out"), 2.0, cold, unused).startswith(said)
+    assert next_step(rows[:1], "ease", Path("out"), 2.0, cold, unused) == ""
 
 
 def test_methods_that_are_all_as_good_are_not_told_apart() -> None:
@@ -293,6 +321,12 @@ def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
     assert trained == [] and not (out / "popularity").exists()
 
 
+def test_features_are_those_of_all_learned_methods(tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+    config = comparison.config_of("mol", dataset, 2.0, 1, {"model.features": ["brand"]})
+    assert config.first and config.model.features == config.first.model.features == ("brand",)
+
+
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
     dataset = load_dataset(write_dataset(tmp_path / "data"))
     dot, mol, hstu = (comparison.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))
@@ -369,7 +403,8 @@ def ease_of(found: dict[str, Any]) -> dict[str, Any]:
         ({"out": "data/runs"}, "is in the dataset directory"),
         ({"settings": {"data.validation": False}}, "data.validation is false, but compare chooses on validation"),
         ({"settings": {"evaluate.every_epochs": 0}}, "evaluate.every_epochs is 0, but compare chooses on validation"),
-        ({"settings": {"model.dim": 8}}, "compare has no setting model.dim; it takes those of data and evaluate"),
+        ({"settings": {"model.dim": 8}}, "compare has no setting model.dim; it takes model.features and those of"),
+        ({"settings": {"model.features": ["nope"]}}, "model.features names nope, which the dataset does not have"),
         ({"settings": {"data.path": "elsewhere"}}, "compare has no setting data.path"),
         ({"settings": {"evaluate.users": 0}}, "of 60 users the simple methods rank 40 at most, with 50 items"),
         ({"settings": {"evaluate.users": 41}}, "give --evaluate.users 40 or less"),
