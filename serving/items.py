@@ -45,6 +45,9 @@ class Shard(Protocol):
     def side(self, stage: Stage, start: int, stop: int) -> Side:
         """Sides of a range of items, FP32."""
 
+    def all_scores(self, query: Side, start: int, stop: int) -> Tensor:
+        """The similarity FP32 [B, N] of B queries with a range of items."""
+
     def scores(self, query: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
         """The similarity of queries with candidates of their own, as in Similarity.candidates."""
 
@@ -73,10 +76,18 @@ class CachedShard:
         first, *others = (part[start:stop].float() for part in self.stored)
         return (first * self.scale if self.scale != 1 else first, *others)
 
+    def all_scores(self, query: Side, start: int, stop: int) -> Tensor:
+        similarity = self.tower.similarity
+        if similarity.reads_stored:
+            return similarity.all_pairs(self._scaled(query), tuple(part[start:stop] for part in self.stored))
+        return similarity.all_pairs(query, self.side("similarity", start, stop))
+
     def scores(self, query: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
-        # The scale of the first part is that of its products.
-        scaled = (query[0] * self.scale, *query[1:]) if self.scale != 1 else query
-        return self.tower.similarity.candidates(scaled, self.stored, item_P, bounds)
+        return self.tower.similarity.candidates(self._scaled(query), self.stored, item_P, bounds)
+
+    def _scaled(self, query: Side) -> Side:
+        """The scale of the items' first part is that of its products."""
+        return (query[0] * self.scale, *query[1:]) if self.scale != 1 else query
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,9 @@ class ComputedShard:
         assert similarity is not None
         index_N = torch.arange(start, stop, device=self.inputs.own_RW.device)
         return similarity.item_side(self._embedded(index_N), index_N)
+
+    def all_scores(self, query: Side, start: int, stop: int) -> Tensor:
+        return self.tower.similarity.all_pairs(query, self.side("similarity", start, stop))
 
     def scores(self, query: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
         similarity, parts = self.tower.similarity, []
@@ -247,8 +261,7 @@ class Items:
         own items."""
         moved = _on_devices(self.shards, query)
         for shard, first, stop, index_N in self._ranges(chunk):
-            side = shard.side("similarity", first, stop)
-            yield index_N, shard.tower.similarity.all_pairs(moved[_device(shard)], side).to(self.device)
+            yield index_N, shard.all_scores(moved[_device(shard)], first, stop).to(self.device)
 
     def _ranges(self, chunk: int) -> Iterator[tuple[Shard, int, int, Tensor]]:
         """Parts of shards, at most `chunk` items each: first and last place in the shard, and the items' indices."""

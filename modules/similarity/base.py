@@ -32,6 +32,9 @@ class Similarity(nn.Module, ABC):
     pair_dropout = 0.0
     """Rate of the dropout that `all_pairs` and `pairs` are given in training."""
 
+    reads_stored = False
+    """Whether `all_pairs`, too, takes the items' side in any type, as `candidates` does."""
+
     @abstractmethod
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
         """The query's side, computed once per query: a tuple of tensors [T, ...]. row_T names the dropout's rows."""

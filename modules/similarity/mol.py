@@ -37,6 +37,8 @@ class MoL(Similarity):
     of them, and a similarity of size 1/tau rounded to BF16 would be off by up to 0.06.
     """
 
+    reads_stored = True
+
     def __init__(self, dim: int, config: MoLConfig) -> None:
         super().__init__()
         self.config, self.pair_dropout = config, config.gate_dropout
@@ -127,6 +129,7 @@ class MoL(Similarity):
             fused = self._fused_scores(query, item, every_P, range(0, T * N + 1, N) if N else [0] * (T + 1))
             if fused is not None:
                 return fused.view(T, N)
+        item_NIC, item_gate = (part.to(of.dtype) for part, of in zip(item, query, strict=True))
         logits = torch.mm(query_TUC.reshape(T * U, C), item_NIC.reshape(N * I, C).t())
         logits_TNM = logits.view(T, U, N, I).transpose(1, 2).reshape(T, N, U * I)
         return self._mix(logits_TNM, query_gate[:, None], item_gate[None], dropout)
