@@ -167,11 +167,12 @@ def test_requests_together_are_ranked_as_each_alone(tmp_path: Path, stage1: int 
     requests = [
         Request(history=[ids[item] for item in of], **more) for of, more in zip(histories, filters, strict=True)
     ]
-    task = retriever._task(retriever._all_asked(requests, "skip"), Options(10, stage1=stage1))
+    task = retriever._task(retriever._all_asked(requests, "skip"), Options(10, stage1=stage1), 10)
     found = retriever._ranker.best(task)
     for row in range(len(requests)):
         query = ranking.each(task.query, lambda part, row=row: part[row : row + 1])
-        alone = dataclasses.replace(task, query=query, allowed=[task.allowed[row]], excluded=[task.excluded[row]])
+        alone = {name: getattr(task, name)[row : row + 1] for name in ("allowed", "excluded", "where", "few")}
+        alone = dataclasses.replace(task, query=query, **alone)
         assert retriever._ranker.best(alone).equal(found[row : row + 1])
     assert [int((keys != NOTHING).sum()) for keys in found] == [10] * 5 + [0]
 
