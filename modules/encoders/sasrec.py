@@ -25,7 +25,7 @@ class SASRec(Stack):
     a layer is a convolution) and positions with a deviation of 0.02 (theirs: 1 / sqrt(D)); norms have learned weights,
     and there is one after the last block (theirs: none, but the division by the length, which follows here, too); and
     attention's dropout applies to its output, not to its weights, so that its mask does not depend on how sequences are
-    padded. benchmarks/notes/encoders.md has what these differences are worth.
+    padded. On MovieLens-1M the two are level: test HR@10 0.2972 as there, 0.2944 as here (`train ml-1m-dot`, seed 0).
     """
 
     def __init__(self, dim: int, config: SASRecConfig) -> None:

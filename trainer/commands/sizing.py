@@ -16,6 +16,7 @@ POSITIONS = 4000
 """Positions of a batch, about; fewer with short histories, because a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
 NEGATIVES = 2048
+"""Of a batch; up to twice as many items are all negatives, because the loss then scores all of them anyway."""
 STEPS = 300
 """Fewest steps between two evaluations."""
 MOST_STEPS = 30_000
@@ -48,7 +49,9 @@ def sized(description: Mapping[str, Any]) -> Sized:
     settings: dict[str, tuple[Any, str]] = {
         "model.encoder.max_length": (longest, f"users have {mean:.1f} actions on average"),
         "train.batch_size": (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),
-        "model.loss.negatives": (min(NEGATIVES, _power_of_two(2 * items)), f"shared by the batch, of {items:,} items"),
+        "model.loss.negatives": (
+            (0, f"all {items:,} items") if items <= 2 * NEGATIVES else (NEGATIVES, f"of {items:,} items")
+        ),
         "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {steps:,} steps"),
         "train.epochs": (max(3, MOST_STEPS // steps), "or until validation stops rising"),
     }

@@ -37,7 +37,8 @@ def test_every_size_gives_settings_that_can_be(users: int, length: int, items: i
     config = with_settings(
         load_recipe(AUTO), {name: value for name, (value, _) in sized(described(users, items, users * length)).items()}
     )
-    assert config.train.batch_size <= max(users, 1) and config.model.loss.negatives <= 2048
+    assert config.train.batch_size <= max(users, 1)
+    assert config.model.loss.negatives == (0 if items <= 4096 else 2048) and config.model.loss.share == "batch"
     # The steps of all epochs are bounded, but for three epochs.
     steps = -(-users // config.train.batch_size)
     assert config.train.epochs * steps <= 30_000 or config.train.epochs == 3
@@ -83,7 +84,7 @@ def test_what_is_said_stands_above_what_is_sized(
 def test_only_what_is_kept_is_said(clicks: Path) -> None:
     """And items' ids are not dropped where nothing else says what an item is."""
     config, found = load_sized("auto", str(clicks))
-    said = settled(config, found)[1]
+    said = " ".join(settled(config, found)[1].split())
     assert "features ['brand'] (" in said and "item_id_dropout 0.1 (" in said
     everything, said = settled(with_settings(config, {"model.features": ["all"], "train.epochs": 2}), found)
     assert "features ['brand']" not in said and "train.epochs" not in said and "item_id_dropout 0.1 (" in said
