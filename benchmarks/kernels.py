@@ -405,14 +405,15 @@ A cell: registers of a thread / bytes that it spills / programs that share a mul
 item components x width x hidden units for MoL; heads x width of a head for HSTU; queries x width for stage 1; groups x
 width for the FP8 codec; else the width. `limit`: among the largest that the kernel covers.
 
-MoL's backward is bound by registers: with 8 x 8 components its sums of the gate's gradients take 64 of a thread's 255
-on A100 and H100, so that a second program, with 128 each, has no room. What it spills is addresses in shared memory
-that LLVM moves out of the loop over negatives, which stores none of them and loads 34 / 50 times (A100 / H100) in 1,521
-/ 1,435 instructions. Tried, with bytes spilled (328 / 312 as it is) and instructions of that loop: hidden units in two
-halves, 324 / 312; `disable_licm` on both loops, 32 / 96 with 1,686 / 1,644; on the outer one, 240 / 196 with 1,538 /
-1,394 and 270 more around it; both and tiles of 2 x 8 instead of 4 x 8, none, with 1,008 / 971 for half the pairs. Tiles
-of 2 x 16 and 8 x 8 spill more, and of 4 x 4 thousands. Hidden units divided among programs would leave room for two,
-but need 8 products of the gate's size instead of 6. None is better in all, so it stays.
+MoL's backward is bound by registers: with 8 x 8 components the sums of the gate's gradients take 64 of a thread's 255
+on A100 and H100, so that a second program, with 128 each, has no room. To divide them among programs or kernels takes 8
+or 9 products of the gate's size instead of 6, and the mixture twice. Bytes spilled (A100/H100) and instructions of the
+loop over negatives, by what is added up in memory, and by the loops out of which LLVM moves nothing (`disable_licm`):
+
+- nothing: none 328/312 and 1,521/1,435, outer 240/196, inner 136/168, both 32/96 and 1,686/1,644; with hidden units
+  in halves 324/312, computed again 340/284, with 16 warps 672/632; tiles of 2 x 16, 8 x 8 and 4 x 4 spill more
+- queries: none 204/136, outer 4/0 and 1,548/1,389, inner 32/52, both 0/28 and 1,652/1,571
+- queries and biases: outer 0/0 and 1,562/1,410, as it is; with half again as many atomic additions
 
 """
 

@@ -10,8 +10,8 @@ permuted to pair-major [P, M], which the cross gate's products read.
 Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes remain
 for each position. Backward: as many programs as there are multiprocessors share the tiles of positions evenly. For each
 tile of pairs a program computes the forward again and, from the log-sum-exp, the gradients. It sums the cross gate's
-gradient in registers over all of its tiles, and the query's over a tile of positions. The items' gradients go to sums
-that belong to the program and a group (a slot), in memory to which no other program adds. So the order of additions is
+gradient in registers over all of its tiles. All others it adds up in memory to which no other program adds: the biases'
+and the queries', and the items' in sums that belong to the program and a group (a slot). So the order of additions is
 fixed; they are atomic only so that nothing waits for them. At the end torch sums over programs and slots, slots by
 `index_add_`, which has one order under `torch.use_deterministic_algorithms(True)`. Another kind of device may group the
 sums differently, by its number of programs. Targets, one pair for each position, have their own kernels. Backward
@@ -84,13 +84,13 @@ BUDGET = {
     "_negatives_forward, float32": (1, 76),
     "_target_backward, float32": (1, 2872),
     "_negatives_backward, float32": (1, 2024),
-    "_negatives_backward, limit": (1, 4172),
-    "_target_backward, 4 x 4": (2, 1348),
-    "_negatives_backward, 4 x 4": (2, 972),
+    "_negatives_backward, limit": (1, 2312),
+    "_target_backward, 4 x 4": (2, 832),
+    "_negatives_backward, 4 x 4": (2, 712),
     "_target_forward": (1, 0),
     "_negatives_forward": (1, 0),
     "_target_backward": (1, 0),
-    "_negatives_backward": (1, 328),
+    "_negatives_backward": (1, 16),
 }
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
@@ -284,12 +284,12 @@ def _backward(
     d_query_TUC, d_query_TM, d_target_TIC, d_target_TM = (
         torch.empty(T, *shape, dtype=torch.float32, device=device) for shape in ((U, C), (M,), (I, C), (M,))
     )
-    d_slot_NIC, d_item_VIC, d_slot_NM, d_item_VM = _zeros(
-        device, (slots * N, I, C), tuple(item_VIC.shape), (slots * N, M), tuple(item_VM.shape)
-    )
     target_tiles = triton.cdiv(T, plan.targets)
     target_programs = problem.programs(target_tiles)
-    d_gate = torch.empty(target_programs + tiles.programs, 2 * H * M + H + M, device=device)
+    d_slot_NIC, d_item_VIC, d_slot_NM, d_item_VM, d_gate = _zeros(
+        device, (slots * N, I, C), tuple(item_VIC.shape), (slots * N, M), tuple(item_VM.shape),
+        (target_programs + tiles.programs, 2 * H * M + H + M),
+    )  # fmt: skip
     scale = scale.to(torch.float32)
     if T:
         # Minus this is the targets' gradient, their probability minus one: no cancellation.
@@ -362,15 +362,21 @@ def _load_gate(up, down, m, exists, M: tl.constexpr, H: tl.constexpr, HP: tl.con
 
 @triton.jit
 def _store_gate(  # type: ignore[no-untyped-def]
-    to, d_up, d_up_bias, d_down, d_down_bias, m, exists, M: tl.constexpr, H: tl.constexpr, HP: tl.constexpr
+    to, d_up, d_down, m, exists, M: tl.constexpr, H: tl.constexpr, HP: tl.constexpr
 ):
     """d_up and d_down are [M, H]."""
     h = tl.arange(0, HP)
     inside = exists[:, None] & (h < H)[None, :]
     tl.store(to + h[None, :] * M + m[:, None], d_up, mask=inside)
-    tl.store(to + H * M + h, tl.sum(d_up_bias, 0) / ONES, mask=h < H)
     tl.store(to + H * M + H + m[:, None] * H + h[None, :], d_down, mask=inside)
-    tl.store(to + 2 * H * M + H + m, tl.sum(d_down_bias, 0) / ONES, mask=exists)
+
+
+@triton.jit
+def _add_sums(to, x, k, exists, ones, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds the sums over the pairs of x [P, K] to memory."""
+    row = tl.arange(0, ONES)
+    mask = (row == 0)[:, None] & exists[None, :]
+    tl.atomic_add(to + k[None, :] + 0 * row[:, None], _dot(ones, x, EMULATED), mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -417,15 +423,17 @@ def _hidden(logit, up_HM, up_H, COARSE: tl.constexpr, EMULATED: tl.constexpr):  
 
 @triton.jit
 def _hidden_back(  # type: ignore[no-untyped-def]
-    hidden, slope, logit, d_z, up_HM, down_MH, d_up, d_up_bias, d_down, d_logit, ones, EMULATED: tl.constexpr
-):
+    hidden, slope, logit, d_z, up_HM, down_MH, d_up, to_bias, d_down, d_logit, ones,
+    H: tl.constexpr, HP: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
     """The sums so far plus the contribution of the pairs of d_z [P, M] through these hidden units."""
+    h = tl.arange(0, HP)
     d_down = _dot_add(tl.trans(d_z), hidden, d_down, EMULATED)
     d_hidden = rounded(_dot(d_z, down_MH, EMULATED) * slope, logit.dtype, EMULATED)
     d_up = _dot_add(tl.trans(logit), d_hidden, d_up, EMULATED)
-    d_up_bias = _dot_add(ones, d_hidden, d_up_bias, EMULATED)
+    _add_sums(to_bias, d_hidden, h, h < H, ones, EMULATED)
     d_logit = _dot_add(d_hidden, up_HM, d_logit, EMULATED)
-    return d_up, d_up_bias, d_down, d_logit
+    return d_up, d_down, d_logit
 
 
 @triton.jit
@@ -520,7 +528,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
     UP: tl.constexpr, IP: tl.constexpr, CP: tl.constexpr, HP: tl.constexpr, TT: tl.constexpr, NT: tl.constexpr,
     COARSE: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """whole: log-sum-exp of phi over target and negatives. Adds to d_query*, d_item* (by slot); writes d_gate."""
+    """whole: log-sum-exp of phi over target and negatives. Adds to d_query*, d_item* (by slot) and d_gate."""
     M: tl.constexpr = U * I
     MP: tl.constexpr = UP * IP
     JT: tl.constexpr = max(TT, ONES)
@@ -537,10 +545,10 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
     is_N = (tl.arange(0, JN)[:, None] == p % NT).to(tl.float32).to(dtype)
 
     d_up, d_down = tl.zeros((MP, HP), tl.float32), tl.zeros((MP, HP), tl.float32)
-    d_up_bias = tl.zeros((ONES, HP), tl.float32)
-    d_down_bias = tl.zeros((ONES, MP), tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    for number in range(program * tiles // programs, (program + 1) * tiles // programs):
+    d_gate += program.to(tl.int64) * (2 * H * M + H + M)
+    # LLVM would move addresses in shared memory out of the loop, and spill them.
+    for number in tl.range(program * tiles // programs, (program + 1) * tiles // programs, disable_licm=True):
         at = tile + number * TILE_FIELDS
         start, end, group, slot = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
         t = start + tl.arange(0, TT)
@@ -549,8 +557,6 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
         target_T = tl.load(target + t, mask=t < end, other=-1)
         row_T = tl.load(row + t, mask=t < end, other=0)
         whole_T = tl.load(whole + t, mask=t < end, other=float("inf"))
-        d_query_CTU = tl.zeros((CP, TT * UP), tl.float32)
-        d_query_TM = tl.zeros((JT, MP), tl.float32)
         for first in range(0, N, NT):
             n = first + tl.arange(0, NT)
             ni, i = first + tl.arange(0, NT * IP) // IP, tl.arange(0, NT * IP) % IP
@@ -588,36 +594,36 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             query_TM = _load_weights(query_weights, t, t < end, m, exists, M, ".ca")
             item_NM = _load_weights(item_weights, negative_N, n < N, m, exists, M, ".ca")
             to_query = rounded((d_z_TNM * item_NM[None, :, :]).reshape(TT * NT, MP), dtype, EMULATED)
-            d_query_TM = _dot_add(is_T, to_query, d_query_TM, EMULATED)
+            j = tl.arange(0, JT)
+            tl.atomic_add(
+                d_query_weights + (start + j)[:, None] * M + m[None, :], _dot(is_T, to_query, EMULATED),
+                mask=((j < TT) & (start + j < end))[:, None] & exists[None, :], sem="relaxed",
+            )  # fmt: skip
             to_item = rounded((d_z_TNM * query_TM[:, None, :]).reshape(TT * NT, MP), dtype, EMULATED)
-            d_item_NM = _dot(is_N, to_item, EMULATED)
             j = tl.arange(0, JN)
             tl.atomic_add(
-                d_item_weights + (slot * N + first + j)[:, None] * M + m[None, :], d_item_NM,
+                d_item_weights + (slot * N + first + j)[:, None] * M + m[None, :], _dot(is_N, to_item, EMULATED),
                 mask=((j < NT) & (first + j < N))[:, None] & exists[None, :], sem="relaxed",
             )  # fmt: skip
 
             d_z = rounded(d_z, dtype, EMULATED)
-            d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
-            d_up, d_up_bias, d_down, d_logit = _hidden_back(
-                hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_up_bias, d_down, d_logit, ones_P, EMULATED
-            )
+            _add_sums(d_gate + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+            d_up, d_down, d_logit = _hidden_back(
+                hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + H * M, d_down, d_logit, ones_P,
+                H, HP, EMULATED,
+            )  # fmt: skip
             d_side = _side_major(rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)
-            d_query_CTU = _dot_add(tl.trans(item_NIC), tl.trans(d_side), d_query_CTU, EMULATED)
-            d_item_CNI = _dot(tl.trans(query_TUC), d_side, EMULATED)
             tl.atomic_add(
-                d_item + ((slot * N + ni) * I + i)[None, :] * C + c[:, None], d_item_CNI,
+                d_query + (tu * U + u)[None, :] * C + c[:, None],
+                _dot(tl.trans(item_NIC), tl.trans(d_side), EMULATED),
+                mask=((tu < end) & (u < U))[None, :] & (c < C)[:, None], sem="relaxed",
+            )  # fmt: skip
+            tl.atomic_add(
+                d_item + ((slot * N + ni) * I + i)[None, :] * C + c[:, None],
+                _dot(tl.trans(query_TUC), d_side, EMULATED),
                 mask=item_inside[None, :] & (c < C)[:, None], sem="relaxed",
             )  # fmt: skip
-        at_CTU = d_query + (tu * U + u)[None, :] * C + c[:, None]
-        inside = ((tu < end) & (u < U))[None, :] & (c < C)[:, None]
-        tl.store(at_CTU, tl.load(at_CTU, mask=inside, other=0.0) + d_query_CTU, mask=inside)
-        j = tl.arange(0, JT)
-        at_TM = d_query_weights + (start + j)[:, None] * M + m[None, :]
-        inside = ((j < TT) & (start + j < end))[:, None] & exists[None, :]
-        tl.store(at_TM, tl.load(at_TM, mask=inside, other=0.0) + d_query_TM, mask=inside)
-    d_gate += program.to(tl.int64) * (2 * H * M + H + M)
-    _store_gate(d_gate, d_up, d_up_bias, d_down, d_down_bias, m, exists, M, H, HP)
+    _store_gate(d_gate, d_up, d_down, m, exists, M, H, HP)
 
 
 @triton.jit
@@ -694,9 +700,8 @@ def _target_backward(  # type: ignore[no-untyped-def]
     down_M = tl.load(down_bias + m, mask=exists, other=0.0)
     ones_P = tl.full((ONES, TT), 1.0, tl.float32).to(dtype)
     d_up, d_down = tl.zeros((MP, HP), tl.float32), tl.zeros((MP, HP), tl.float32)
-    d_up_bias = tl.zeros((ONES, HP), tl.float32)
-    d_down_bias = tl.zeros((ONES, MP), tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
+    d_gate += program.to(tl.int64) * (2 * H * M + H + M)
     for number in range(program * tiles // programs, (program + 1) * tiles // programs):
         t = (number * TT + tl.arange(0, TT)).to(tl.int64)
         target_T = tl.load(target + t, mask=t < T, other=0)
@@ -719,10 +724,11 @@ def _target_backward(  # type: ignore[no-untyped-def]
         tl.store(d_query_weights + t[:, None] * M + m[None, :], d_z * item_TM, mask=inside)
         tl.store(d_target_weights + t[:, None] * M + m[None, :], d_z * query_TM, mask=inside)
         d_z = rounded(d_z, dtype, EMULATED)
-        d_down_bias = _dot_add(ones_P, d_z, d_down_bias, EMULATED)
-        d_up, d_up_bias, d_down, d_logit = _hidden_back(
-            hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_up_bias, d_down, d_logit, ones_P, EMULATED
-        )
+        _add_sums(d_gate + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+        d_up, d_down, d_logit = _hidden_back(
+            hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + H * M, d_down, d_logit, ones_P,
+            H, HP, EMULATED,
+        )  # fmt: skip
         d_logit_TUI = d_logit.reshape(TT, UP, IP)
         for c in range(C):
             query_TU = _load_components_at(query, t, c, u, t < T, U, C)
@@ -733,5 +739,4 @@ def _target_backward(  # type: ignore[no-untyped-def]
             d_item_TI = tl.sum(d_logit_TUI * query_TU[:, :, None], 1)
             tl.store(d_query + at_TU, d_query_TU, mask=(t < T)[:, None] & (u < U)[None, :])
             tl.store(d_target + at_TI, d_item_TI, mask=(t < T)[:, None] & (i < I)[None, :])
-    d_gate += program.to(tl.int64) * (2 * H * M + H + M)
-    _store_gate(d_gate, d_up, d_up_bias, d_down, d_down_bias, m, exists, M, H, HP)
+    _store_gate(d_gate, d_up, d_down, m, exists, M, H, HP)
