@@ -121,25 +121,25 @@ def remove_logs_of_no_run() -> None:
             logs.parent.rmdir()
 
 
-def run_ranks(words: Sequence[str], count: int, threads: int = 1, is_server: bool = False) -> int:
+def run_ranks(words: Sequence[str], count: int, threads: int = 1) -> int:
     """Runs `logitmix WORDS` as `count` ranks of this host; returns the exit status of the first that failed, or 0.
     `threads`: CPU threads of each, where OMP_NUM_THREADS does not say. A signal that ends the command is passed on to
-    the ranks (of a server to rank 0, which ends the others), and a second one ends them at once."""
+    the ranks, and a second one ends them at once."""
     with ExitStack() as stack:
         said = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(1, count)]
         ranks = stack.enter_context(_ranks(words, count, said, threads))
-        told = stack.enter_context(_passing_on(ranks[:1] if is_server else ranks))
+        told = stack.enter_context(_passing_on(ranks))
         failed = _first_to_fail(ranks)
         if failed is None:
             return 0
         status = ranks[failed].returncode
-        if told and not is_server:
+        if told:
             _wait(ranks, SAVING)
             return max(0, *(process.returncode or 0 for process in ranks)) or 128 + told[0]
         if status not in (USER_ERROR, STOPPED):
             _tell(failed, status, said)
-        # Without one of its ranks, a server has no answers; and a rank that others wait for does not end by itself.
-        _wait(ranks, 0 if status == LOST_PEER or (is_server and status != USER_ERROR) else GRACE)
+        # A rank that others wait for does not end by itself.
+        _wait(ranks, 0 if status == LOST_PEER else GRACE)
         # If rank 0 has found it too, it has reported it.
         if status == USER_ERROR and ranks[0].returncode != USER_ERROR:
             _tell(failed, status, said)

@@ -3,10 +3,11 @@
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
+from typing import Any
 
 from logitmix.serving.connection import Connection
 from logitmix.serving.request import Options, Request
@@ -39,6 +40,8 @@ class Answer:
     rows: list[Row]
     retriever: Retriever
     """That which answered."""
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    """What of the items it could not reach."""
 
 
 class QueueFull(Exception):
@@ -112,13 +115,13 @@ class Batcher:
                     found = await loop.run_in_executor(thread, answer, retriever, questions)
                 except Exception as error:  # a bug, which each request of the batch reports
                     found = [error] * size
-                for of, rows in zip(batch, found, strict=True):
+                for of, result in zip(batch, found, strict=True):
                     if of.answer.done():  # its client is gone
                         continue
-                    if isinstance(rows, Exception):
-                        of.answer.set_exception(rows)
+                    if isinstance(result, Exception):
+                        of.answer.set_exception(result)
                     else:
-                        of.answer.set_result(Answer(rows, retriever))
+                        of.answer.set_result(result)
 
     def _drop(self, whose: Callable[[Connection], bool]) -> None:
         """Leaves out the questions of these clients."""
@@ -137,38 +140,37 @@ class Batcher:
             await self._arrived.wait()
 
 
-def answer(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
-    """For each question its rows, or the ValueError that says why there are none."""
+def answer(retriever: Retriever, questions: Sequence[Question]) -> list[Answer | Exception]:
+    """For each question its answer, or the ValueError that says why there is none."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, question in enumerate(questions):
         groups[question.group].append(place)
-    found: list[list[Row] | Exception] = [[] for _ in questions]
+    found: dict[int, Answer | Exception] = {}
     for places in groups.values():
-        for place, rows in zip(places, _of_group(retriever, [questions[at] for at in places]), strict=True):
-            found[place] = rows
-    return found
+        found |= zip(places, _of_group(retriever, [questions[at] for at in places]), strict=True)
+    return [found[place] for place in range(len(questions))]
 
 
-def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[list[Row] | Exception]:
+def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
     try:
         return _together(retriever, questions)
     except ValueError:
         problems = retriever.problems([of.request for of in questions], questions[0].options)
     good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
-    rows = iter(_together(retriever, good) if good else ())
-    return [next(rows) if problem is None else ValueError(_of_one(problem)) for problem in problems]
+    answers = iter(_together(retriever, good) if good else ())
+    return [next(answers) if problem is None else ValueError(_of_one(problem)) for problem in problems]
 
 
-def _together(retriever: Retriever, questions: Sequence[Question]) -> list[list[Row] | Exception]:
+def _together(retriever: Retriever, questions: Sequence[Question]) -> list[Answer | Exception]:
     options = replace(questions[0].options, k=max(of.options.k for of in questions))
     found = retriever.answer([of.request for of in questions], options)
-    return [_finite(rows[: of.options.k]) for of, rows in zip(questions, found, strict=True)]
-
-
-def _finite(rows: list[Row]) -> list[Row] | Exception:
-    if all(math.isfinite(row["score"]) for row in rows):
-        return rows
-    return ValueError("the request's scores are not finite: a number among its features is too large")
+    missing = retriever.missing
+    return [
+        Answer(rows[: of.options.k], retriever, missing)
+        if all(math.isfinite(row["score"]) for row in rows[: of.options.k])
+        else ValueError("the request's scores are not finite: a number among its features is too large")
+        for of, rows in zip(questions, found, strict=True)
+    ]
 
 
 def _of_one(problem: str) -> str:

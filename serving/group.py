@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.serving.topk import NOTHING
+from logitmix.serving.topk import NOTHING, least_key
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -29,6 +29,11 @@ class Group:
     """One process alone, or those of a group of torch.distributed that has gloo. All of them must make the same calls
     in the same order."""
 
+    has_shards = False
+    """Whether it asks processes that may be missing (shards.py)."""
+    missed: tuple[int, ...] = ()
+    """The parts of the items, from 0, that the last answer lacks; who asks for one begins with none."""
+
     def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
         self._group = group
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -37,6 +42,40 @@ class Group:
         _GROUPS.add(self)
         self.lost = False
         """Whether another process is gone, or this one no longer knows what it waits for."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process has all items."""
+        return self.size == 1
+
+    @property
+    def checked(self) -> tuple[int, int]:
+        """Which part of the items' files, of how many, this process checks."""
+        return self.rank, self.size
+
+    def part(self, whole: range) -> range:
+        """Of the numbers of all shards, those whose items this process ranks."""
+        return part_of(whole, self.rank, self.size)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The parts that are out of reach now."""
+        return ()
+
+    @property
+    def refusal(self) -> str:
+        """Why there are no answers without them; empty if there are."""
+        return ""
+
+    def look_after(self, digest: str) -> None:
+        """Sees which parts are there, with which exports; `digest` is that of the export that answers."""
+
+    def all_have(self, digest: str) -> bool:
+        """Whether all parts that are there can answer from this export."""
+        return True
+
+    def close(self) -> None:
+        """Ends what looks after the parts."""
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -83,6 +122,10 @@ class Group:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
         return torch.cat(parts, dim=1).to(keys_BN.device)
+
+    def least(self, keys_BN: Tensor, kept: int, widest: int) -> Tensor:
+        """The lowest key [B] of the `kept` highest of all ranks, which have at most `widest` each."""
+        return least_key(self.gather(keys_BN, min(kept, widest)), kept)
 
 
 def _release_turns() -> None:

@@ -3,41 +3,39 @@
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any, TypeVar
+from typing import Any
 
 from logitmix.common.storage import fetch, is_copy
 from logitmix.serving.attributes import Changes, read_changes, with_changes
 from logitmix.serving.columns import Kind
 from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
-from logitmix.serving.directory.reader import read, read_manifest, stamp
+from logitmix.serving.directory.reader import read, stamp
 from logitmix.serving.group import Group
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.texts import Texts
 
-T = TypeVar("T")
 SEARCH_SECONDS = 1.0
 """Most time of a search."""
-_PREPARE, _SWITCH = "prepare", "switch"
-"""What rank 0 says, besides requests: read the new export; answer with it."""
+POLL_SECONDS = 1.0
+"""Time between two looks at the manifest."""
+_LOOKS = 30
+"""Looks after which a line says that a new export waits."""
 STAMP_SECONDS = 1.0
 """Time between two looks at the file of attributes."""
 STORE_SECONDS = 10.0
 """Time between two looks at the store of an export that is at a URL."""
-_POLL_SECONDS = 0.1
-"""Time between two questions whether all processes have read it."""
 _WINDOW = 2**13
 """Items searched before other threads get a turn, and the clock is looked at."""
 
 
 class LiveExport:
     """The Retriever of a serving directory, always that of the last intact export there, with the deltas that follow
-    it. Processes may share its items: then rank 0 asks, and the others follow."""
+    it. The items may be those of shards, or this process one of them (shards.py)."""
 
     def __init__(
         self,
@@ -72,12 +70,11 @@ class LiveExport:
         fetch(directory)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._seen = self._there()
-        self._next: Future[Retriever] = self._reader.submit(self._read)
-        wait([self._next])
-        first = self._ready()
-        assert first is not None
-        self.retriever: Retriever = first
-        self._before: Retriever | None = None
+        self._next: Retriever = self._reader.submit(self._read).result()
+        """Answers as soon as all who share the items have its export."""
+        self._looks = 0
+        self.retriever: Retriever = self._next
+        self._group.look_after(self.retriever.digest)
         self._problem = ""
         self._say_refused()
         self._ended = Event()
@@ -89,28 +86,30 @@ class LiveExport:
 
     def refresh(self) -> bool:
         """Loads the export that was published since the last call, and applies the deltas that came; whether another
-        one answers now. A broken one is reported, and the old one goes on. Of processes that share the items, only rank
-        0 calls this."""
+        one answers now. A broken one is reported, and the old one goes on, as it does until all shards that there are
+        have the new one."""
         self._look_at_files()
+        self._group.look_after(self.retriever.digest)
         there, before = self._there(), self.retriever
         # A directory is not there for a moment while it is published.
-        if there[0] is None or there == self._seen:
-            return False
-        try:
-            if not self._together(_PREPARE, self._prepare):
+        if there[0] is not None and there != self._seen:
+            try:
+                self._next, self._looks = self._reader.submit(self._read).result(), 0
+            except Exception as error:  # whatever is wrong with the new export, the old one can answer
+                if there == self._there():  # otherwise it was replaced while it was read
+                    self._seen = there
+                    self._say(f"the new export is not used: {' '.join(str(error).split())}")
                 return False
-            wait([self._next])
-            while not self._together(_SWITCH, self._switch):
-                time.sleep(_POLL_SECONDS)
-        except Exception as error:  # whatever is wrong with the new export, the old one can answer
-            if there == self._there() and not self.lost:  # otherwise it was replaced while it was read
-                self._seen = there
-                self._say(f"the new export is not used: {' '.join(str(error).split())}")
+            self._seen = there
+            self._say_refused()
+        if self._next is before:
             return False
-        self._seen = there
-        self._say_refused()
-        if self.retriever is before:
+        if not self._group.all_have(self._next.digest):
+            self._looks += 1
+            if self._looks == _LOOKS:
+                self._say("a new export waits until all shards have read it")
             return False
+        self.retriever = self._next
         said = f"delta {self.retriever.delta} is applied" if self.retriever.delta else "new export"
         self._say(f"{said}: {self.retriever.described}")
         return True
@@ -135,78 +134,24 @@ class LiveExport:
             self._say(problem)
         self._problem = problem
 
-    def follow(self) -> None:
-        """On every rank but 0: does what rank 0 says, until it calls `release`."""
-        while (said := self._group.next()) is not None:
-            if said == _PREPARE:
-                self._prepare()
-            elif said == _SWITCH:
-                with suppress(ValueError):  # what is wrong with an export, rank 0 says
-                    self._switch()
-            else:
-                self._of(said.digest).take_part(said)
-        self._ended.set()
-
     def release(self) -> None:
-        """On rank 0: lets the others return from `follow`."""
+        """Ends what looks at the store and at shards."""
         self._ended.set()
-        self._together(None, lambda: None)
+        self._group.close()
 
     @property
-    def lost(self) -> bool:
-        """Whether another process that holds a part of the items is gone."""
-        return self._group.lost
+    def missing(self) -> dict[str, Any]:
+        """What of the items is out of reach now, as of the Retriever's."""
+        return self.retriever.without(self._group.missing)
 
-    def _together(self, what: str | None, action: Callable[[], T]) -> T:
-        with self._group.turn:
-            self._group.first(lambda: what)
-            return action()
-
-    def _prepare(self) -> bool:
-        """All begin to read the new export, if they find the same one; while they read, requests are answered."""
-        if len(set(self._group.all(self._found))) > 1:
-            return False
-        self._next = self._reader.submit(self._read)
-        return True
-
-    def _switch(self) -> bool:
-        """All answer with the new export, if all have read it. ValueError if one has found it broken."""
-        ready = self._ready()
-        if ready is None:
-            return False
-        self._before = self.retriever if self._group.rank else None
-        self.retriever = ready
-        return True
-
-    def _ready(self) -> Retriever | None:
-        """The export that all have read; None if one still reads it."""
-        of_this = self._next
-        try:
-            digests = self._group.all(lambda: of_this.result().digest if of_this.done() else None)
-            if len(set(digests) - {None}) > 1:
-                raise ValueError("the processes that share the items have read different exports")
-        except ValueError:
-            self._next = Future()
-            raise
-        return None if None in digests else of_this.result()
-
-    def _of(self, digest: str) -> Retriever:
-        """The retriever of rank 0's next request, whose batch may have begun before all switched."""
-        if digest == self.retriever.digest:
-            self._before = None
-            return self.retriever
-        assert self._before is not None and digest == self._before.digest
-        return self._before
-
-    def _found(self) -> str:
-        """The manifest's digest; empty if it is damaged or there is none."""
-        with suppress(ValueError, OSError):
-            return str(read_manifest(self._directory)["sha256"])
-        return ""
+    @property
+    def refusal(self) -> str:
+        """Why nothing is answered now; empty if it is."""
+        return self._group.refusal
 
     def _fetch(self) -> None:
         """Fetches what has changed of an export at a URL, again and again until the end. Where that fails, the old one
-        goes on, and a line says so once. Every process does this, because it may be on another host than the others."""
+        goes on, and a line says so once."""
         before = ""
         while not self._ended.wait(STORE_SECONDS):
             problem = ""
@@ -228,7 +173,7 @@ class LiveExport:
             if self._attributes:
                 self._change(retriever)
             self._made = contents, retriever
-        except Exception as error:  # all processes must hear of it
+        except Exception as error:
             raise ValueError(str(error) or type(error).__name__) from error
         return retriever
 
@@ -269,7 +214,7 @@ class LiveExport:
         if self._base and self._base[0] == there:
             contents = self._base[1]
         else:
-            contents = read(self._directory, self._group.rank, self._group.size)
+            contents = read(self._directory, *self._group.checked)
         if self._deltas:
             found, refused = chain(self._deltas, contents.digest, contents.delta or None)
             contents, problem = all_applied(contents, found)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client import generate_latest as prometheus_text
@@ -44,11 +45,17 @@ class Metrics:
         sizes = [2**power for power in range(BATCH.bit_length())]
         self.batch = Histogram("logitmix_batch_requests", "Requests of a batch.", buckets=sizes, registry=registry)
         self.reloads = Counter("logitmix_reloads", "New exports that took over.", registry=registry)
+
+        def missing(name: str, otherwise: Any) -> Any:
+            return export.missing.get(name, otherwise)
+
         for name, meaning, read in (
             ("queue_requests", "Requests that wait for a batch.", waiting),
             ("export_step", "Step of the checkpoint that answers.", lambda: export.retriever.source.step),
             ("export_items", "Items of the export that answers.", lambda: export.retriever.num_items),
             ("export_delta", "Number of the last delta in it.", lambda: export.retriever.delta),
+            ("shards_missing", "Shards whose items are out of reach.", lambda: len(missing("missing_shards", ()))),
+            ("items_missing_share", "Share of the items that is in them.", lambda: missing("missing_share", 0)),
             ("deltas_refused", "Whether there are deltas that are not applied.", lambda: bool(export.refused)),
         ):
             Gauge(f"logitmix_{name}", meaning, registry=registry).set_function(read)

@@ -5,7 +5,7 @@ Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k')
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -50,6 +50,8 @@ class Task:
     """For which requests no more items may be found than stage 1 would keep, so that it is left out."""
     only: Allowed | None = None
     """The items that all requests may find; None: all."""
+    may: list[Allowed | None] | None = None
+    """Of each request, what `where` and `only` come to, where a front has said so."""
 
 
 class Ranker:
@@ -70,7 +72,7 @@ class Ranker:
         self.group, self._tower, shards = group, tower, contents.shards
         self._num_items = contents.about.num_items
         numbers = range(len(shards) - bool(contents.about.removed))
-        own = part_of(numbers, group.rank, group.size)
+        own = group.part(numbers)
         self.parts = [part_of(own, number, len(devices)) for number in range(len(devices))]
         """The numbers of the shards on each device."""
         # Other processes' shards, and removed items, stay in their files, from which rows of histories are read.
@@ -91,15 +93,9 @@ class Ranker:
         ]
         self.items = Items(items, devices[0], own)
         self.scales = scales_of(self._shards[0])
-        self._largest_part = max(
-            len(self.items.of_shards(part_of(numbers, rank, group.size))) for rank in range(group.size)
-        )
-
-    def alone(self) -> "Ranker":
-        """This process's part as if there were no other."""
-        alone = copy(self)
-        alone.group = Group()
-        return alone
+        parts = [part_of(numbers, rank, group.size) for rank in range(group.size)]
+        self.sizes = [len(self.items.of_shards(part)) for part in parts]
+        """Items of each process."""
 
     def rank(self, make: Callable[[], Task]) -> Tensor:
         """Keys [B, k] of the best items of all processes for the requests of the task that rank 0 makes. ValueError on
@@ -109,12 +105,14 @@ class Ranker:
             with self.group.in_step():
                 return self.best(task)
 
-    def best(self, task: Task) -> Tensor:
-        """Keys [B, k] of the best items of all processes for a task that all of them have."""
+    def best(self, task: Task, group: Group | None = None) -> Tensor:
+        """Keys [B, k] of the best items of all processes for a task that all of them have; by default those of this
+        Ranker's group."""
+        group = group or self.group
         device, few = self.items.device, task.few
         k, kept = min(task.k, self._num_items), task.options.kept
         query = each(task.query, lambda part: part.to(device))
-        may = [self._may(task.where[row], task.only) for row in range(len(few))]
+        may = self.may(task) if task.may is None else task.may
         best_BK = torch.full((len(few), k), NOTHING, device=device)
         if rows := [row for row, are in enumerate(few) if are]:
             here = [self._candidates(task.allowed[row], task.excluded[row], may[row]) for row in rows]
@@ -125,13 +123,11 @@ class Ranker:
             if of_rows.hindexer is not None and kept < self._num_items:
                 allowed = [task.allowed[row] for row in rows]
                 best_BK[rows] = self._best_of(
-                    of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without, masks), k
+                    of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without, masks, group), k
                 )
             else:
                 best_BK[rows] = self._best_of_all(of_rows, without, k, masks)
-        if self.group.size == 1:
-            return best_BK
-        return self.group.gather(best_BK, k).topk(k).values
+        return best_BK if group.alone else group.gather(best_BK, k).topk(k).values
 
     def few(
         self, query: Sides, options: Options, allowed: list[list[int] | None], where: list[list[str]]
@@ -145,6 +141,10 @@ class Ranker:
             is_short = some is not None and (not two_stages or len(some) <= most)
             found.append(is_short or (may is not None and may.count <= most))
         return found
+
+    def may(self, task: Task) -> list[Allowed | None]:
+        """For each request, the items that it may find by conditions; None if all."""
+        return [self._may(where, task.only) for where in task.where]
 
     def _may(self, where: list[str], only: Allowed | None) -> Allowed | None:
         """The items that a request may find by conditions; None if all."""
@@ -187,13 +187,14 @@ class Ranker:
         allowed: list[list[int] | None],
         without: list[list[int]],
         may: list[Allowed | None],
+        group: Group,
     ) -> Tensor:
         """Indices [B, <= kept] of those of the h-indexer's best items that are this process's, as Items.scores takes
         them. `allowed` and `may` have the only items that each query may find, `without` those that it may not."""
         device, keys = self.items.device, []
         for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without, may), strict=True):
             found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
-            if len(self.corpora) == self.group.size == 1:
+            if len(self.corpora) == 1 and group.alone:
                 return found.items_BK
             of_part = rank_keys(found.scores_BK, found.items_BK + start)
             keys.append(of_part.masked_fill(found.items_BK < 0, NOTHING).to(device))
@@ -201,8 +202,7 @@ class Ranker:
         own_BN = torch.cat([torch.empty(len(query_BH), 0, dtype=torch.int64, device=device), *keys], dim=1)
         if len(keys) > 1:
             own_BN = _at_least(least_key(own_BN, kept), own_BN)
-        every_BN = self.group.gather(own_BN, min(kept, self._largest_part))
-        return split_keys(_at_least(least_key(every_BN, kept), own_BN))[0]
+        return split_keys(_at_least(group.least(own_BN, kept, max(self.sizes)), own_BN))[0]
 
     def _best_of_all(self, query: Sides, without: list[list[int]], k: int, may: list[Allowed | None]) -> Tensor:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query, and `may` those that are

@@ -5,8 +5,7 @@ Axes: B histories.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -140,6 +139,11 @@ class Retriever:
     def num_items(self) -> int:
         """X; the items after these in `raw_ids` were removed, and no answer has them."""
         return self._about.num_items
+
+    @property
+    def num_own(self) -> int:
+        """Items that this process ranks."""
+        return len(self._ranker.items.own)
 
     @torch.inference_mode()
     def retrieve(
@@ -298,9 +302,7 @@ class Retriever:
         if self.tower.hindexer is not None and self.num_items > STAGE_1:
             assert self._ranker.corpora is not None
         self.raw_ids.places([])
-        alone = copy(self)
-        alone._ranker = self._ranker.alone()
-        alone.retrieve([[0]], 1)
+        self._ranker.best(self._task([self._reader.checked([0], 0)], Options(1), 1), Group())
 
     def follow(self) -> None:
         """On every rank but 0: takes its part in rank 0's answers, until rank 0 calls `release`."""
@@ -313,9 +315,22 @@ class Retriever:
             self._ranker.group.first(lambda: None)
 
     @torch.inference_mode()
-    def take_part(self, task: Task) -> None:
-        """In the answer of rank 0 to some requests."""
-        self._ranker.best(task)
+    def take_part(self, task: Task, group: Group | None = None) -> None:
+        """In the answer of rank 0, or of the front that is in `group`, to some requests."""
+        self._ranker.best(task, group)
+
+    @property
+    def missing(self) -> dict[str, Any]:
+        """What the last answer of shards lacks."""
+        return self.without(self._ranker.group.missed)
+
+    def without(self, parts: Sequence[int]) -> dict[str, Any]:
+        """For people and programs: which shards are missing, counted from 1, and the share of the items that is in
+        them; empty where there are no shards."""
+        if not self._ranker.group.has_shards:
+            return {}
+        items = sum(self._ranker.sizes[part] for part in parts)
+        return {"missing_shards": [part + 1 for part in parts], "missing_share": round(items / self.num_items, 6)}
 
     def _all_asked(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
         self.files.check()
@@ -339,7 +354,7 @@ class Retriever:
         """Keys [B, k] of the best items within the limits, or fewer than k if there are fewer items. `ranked` has the
         best keys of some rows without limits, as many as it is told. More of the ranking is looked at where its first
         part does not suffice, and the whole at last: what is left is the same."""
-        rows = list(range(len(limits)))
+        rows, self._ranker.group.missed = list(range(len(limits))), ()
         if not any(limits):
             return ranked(rows, k)
         best_BK, most = torch.full((len(limits), min(k, self.num_items)), NOTHING), _FIRST * k
@@ -359,11 +374,13 @@ class Retriever:
         require_finite(query, [f"request {of.place}" for of in asked])
         exclude_history = self.exclude_history if options.exclude_history is None else options.exclude_history
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
-        if self._ranker.group.size > 1:
+        if not self._ranker.group.alone:
             query = each(query, Tensor.cpu)
         allowed, where = [of.allowed for of in asked], [of.where for of in asked]
         few = self._ranker.few(query, options, allowed, where)
-        return Task(self.digest, query, allowed, excluded, options, most, where, few)
+        task = Task(self.digest, query, allowed, excluded, options, most, where, few)
+        # Shards need not have the columns' values of this moment.
+        return replace(task, may=self._ranker.may(task)) if self._ranker.group.has_shards else task
 
 
 def _devices(given: str | torch.device | Sequence[str | torch.device]) -> list[str | torch.device]:

@@ -34,7 +34,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from torch.distributed import ProcessGroup
 
 from logitmix.common.mappings import require
 from logitmix.serving.batcher import Batcher, ClientGone, QueueFull
@@ -49,12 +48,12 @@ from logitmix.serving.connection import (
     json_response,
     read_body,
 )
-from logitmix.serving.group import Group
 from logitmix.serving.guards import Allowed, Guarding
-from logitmix.serving.live import LiveExport, search
+from logitmix.serving.live import POLL_SECONDS, LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
 from logitmix.serving.metrics import PATHS, Counting, Metrics, OfWorkers, identity
 from logitmix.serving.shadow import Shadow
+from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
 from logitmix.serving.workers import CLOSED, DRAINING, LEAVING, READY, Worker, bound, listen, say
 
 UNREAD = 2**26
@@ -63,8 +62,6 @@ KEEP_ALIVE_SECONDS = 30
 MOST_THREADS = 1024
 SEARCHES = 16
 """Most searches for items that wait."""
-POLL_SECONDS = 1.0
-"""Time between two looks at the manifest."""
 MOST_DRAIN = 3600
 GRACE_SECONDS = 30
 """Time for requests in flight when the server stops."""
@@ -117,35 +114,25 @@ def serve(
     port: int,
     threads: int,
     settings: Settings,
-    group: "ProcessGroup | None" = None,
+    shards: Front | None = None,
     worker: Worker | None = None,
     deltas: Path | None = None,
     shadow: Path | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
-    0 for its default. The processes of a `group` of torch.distributed share the items; rank 0 alone listens, and ends
-    the others. A `worker` does not listen, but is given its connections. Deltas that come to the folder `deltas` are
-    applied. The export `shadow` is compared with the one that is served.
+    0 for its default. `shards` rank the items, if there are any. A `worker` does not listen, but is given its
+    connections. Deltas that come to the folder `deltas` are applied. The export `shadow` is compared with the one that
+    is served.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
-    listened on or another process is lost.
+    listened on.
     """
-    require(0 <= threads <= MOST_THREADS, "--threads", threads, f"from 0 to {MOST_THREADS}")
-    if threads:
-        torch.set_num_threads(threads)
-    of_ranks = Group(group)
-    if of_ranks.rank:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        return LiveExport(
-            directory, say, of_ranks, deltas, where=settings.where, attributes=settings.attributes
-        ).follow()
+    _set_threads(threads)
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
         saying = partial(_say_of, say, f"worker {worker.number}") if worker else say
-        export = LiveExport(
-            directory, saying, of_ranks, deltas, worker.folder if worker else None, settings.where, settings.attributes
-        )
+        shared = worker.folder if worker and not shards else None
+        export = LiveExport(directory, saying, shards, deltas, shared, settings.where, settings.attributes)
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
         other = (
             LiveExport(shadow, partial(_say_of, saying, "shadow"), where=settings.where, attributes=settings.attributes)
@@ -160,6 +147,27 @@ def serve(
             listen(socket_, export.retriever.described, bool(allowed.token))
         server.run(sockets=listening)
         export.release()
+
+
+def serve_shard(
+    directory: Path, host: str, port: int, threads: int, shard: Shard, deltas: Path | None = None, token: str = ""
+) -> None:
+    """Answers the fronts of a shard until SIGTERM or SIGINT. The rest is as of `serve`."""
+    _set_threads(threads)
+    with bound(host, port) as listening:
+        server = ShardServer(LiveExport(directory, say, shard, deltas), shard, token)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.ended.set())
+        of = server.export.retriever
+        described = f"shard {shard.rank + 1}/{shard.size}, {of.num_own:,} of {of.described}"
+        listen(listening, described, bool(token), "tcp")
+        server.run(listening)
+
+
+def _set_threads(threads: int) -> None:
+    require(0 <= threads <= MOST_THREADS, "--threads", threads, f"from 0 to {MOST_THREADS}")
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def _say_of(saying: Callable[[str], object], who: str, line: str) -> None:
@@ -292,9 +300,6 @@ def make_app(
                 await asyncio.to_thread(compared.export.refresh)
             if worker:
                 worker.write_metrics(prometheus_text(metrics.registry).decode())
-            if export.lost:
-                ending.set()
-                signal.raise_signal(signal.SIGTERM)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -333,13 +338,11 @@ def make_app(
             return Response(status_code=499)  # for the metrics; nobody reads it
         except asyncio.CancelledError:
             return error_response(503, "the server stops", CLOSE)
-        except Exception:
-            if not export.lost:
-                raise
-            return error_response(503, "another process of this server is gone, so it stops", CLOSE)
+        except ShardsLost as error:
+            return error_response(503, str(error), BUSY)
         if compared:
             compared.compare(question, answer, time.perf_counter() - start)
-        found = json_response({"items": answer.rows, **identity(answer.retriever)})
+        found = json_response({"items": answer.rows, **answer.missing, **identity(answer.retriever)})
         if unread.size + len(found.body) > UNREAD:
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         return found
@@ -362,6 +365,7 @@ def make_app(
         return json_response(
             {
                 "status": "ok",
+                **export.missing,
                 **identity(of),
                 "num_items": of.num_items,
                 "attributes": export.changed or None,
@@ -375,7 +379,9 @@ def make_app(
         if ending.is_set():
             return error_response(503, "the server stops")
         export.retriever.files.check()
-        return json_response({"status": "ready"})
+        if export.refusal:
+            return error_response(503, export.refusal, BUSY)
+        return json_response({"status": "ready", **export.missing})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:

@@ -64,14 +64,14 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def listen(listening: socket.socket, described: str, has_token: bool = False) -> None:
+def listen(listening: socket.socket, described: str, has_token: bool = False, protocol: str = "http") -> None:
     """From now on, and says so."""
     listening.listen(CONNECTIONS)
     address, port = listening.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     if not has_token and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         say(f"whoever reaches {shown} can use this server, as there is no --token-file")
-    say(f"serving {described} on http://{shown}:{port}")
+    say(f"serving {described} on {protocol}://{shown}:{port}")
 
 
 @dataclass(frozen=True)

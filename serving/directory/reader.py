@@ -41,8 +41,8 @@ from logitmix.serving.texts import Texts
 
 def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
     """Reads and checks a serving directory, whose tensors are mapped from its files. Of several processes that share
-    the items, each checks the digests of its part of the files: that of its items, and every `parts`-th of the others.
-    If another export takes its place meanwhile, that one is read.
+    the items, each checks the digests of the files of its part, and of all that have no items. If another export takes
+    its place meanwhile, that one is read.
 
     Raises ValueError that names the path and what to do, if there is no serving directory, if it has another format
     version, or if a file is missing, damaged, or does not fit the manifest.
@@ -123,9 +123,8 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     of_items = numbered(items_file, data)
     ranked = of_items[: len(of_items) - bool(about.removed)]
     own = {ranked[number] for number in part_of(range(len(ranked)), part, parts)}
-    own.update([name for name in data if name not in ranked][part::parts])
     for name in data:
-        check_file(path / name, entries[name], MANIFEST, content=name in own)
+        check_file(path / name, entries[name], MANIFEST, content=name in own or name not in ranked)
     files = MappedFiles({path / name: entries[name]["sha256"] for name in data})
     found = {name: _read_tensors(path / name, entries[name]["tensors"]) for name in data}
     require_model_tensors(file, {name: described(tensors) for name, tensors in found.items()}, about)

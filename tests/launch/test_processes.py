@@ -69,18 +69,6 @@ def test_what_is_told_of_ranks_that_fail(
     assert err.count(said) == 1 and "Traceback" not in err if said else err == ""
 
 
-@pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_server_ends_at_once_with_each_of_its_ranks(
-    dies: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(processes, "_wait", lambda ranks, seconds: waited.append(seconds))
-    does = f"os.kill(os.getpid(), signal.SIGKILL) if rank == {dies} else time.sleep(60)"
-    assert processes.run_ranks([does], 2, is_server=True) == 137 and waited == [0]
-    assert f"rank {dies} was ended by SIGKILL" in capfd.readouterr().err
-
-
 def test_a_start_that_fails_says_one_line_and_leaves_no_run(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(dump_toml(small_config(write_dataset(tmp_path / "data"))))

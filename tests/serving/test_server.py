@@ -36,7 +36,7 @@ from logitmix.serving import connection as connection_module
 from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
-from logitmix.serving.batcher import BATCH, Batcher, ClientGone, Question, QueueFull
+from logitmix.serving.batcher import BATCH, Answer, Batcher, ClientGone, Question, QueueFull
 from logitmix.serving.body import parse as parse_body
 from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.guards import Allowed, read_token
@@ -97,14 +97,14 @@ class Running:
 
 @contextmanager
 def running(
-    folder: Path,
+    folder: Path | LiveExport,
     allowed: Allowed = ALLOWED,
     deltas: Path | None = None,
     drain: float = 0.0,
     shadow: LiveExport | None = None,
 ) -> Iterator[Running]:
     said: list[str] = []
-    export = LiveExport(folder, said.append, deltas=deltas)
+    export = LiveExport(folder, said.append, deltas=deltas) if isinstance(folder, Path) else folder
     with workers_module.bound("127.0.0.1", 0) as listening:
         server = make_server(export, Settings(drain=drain, allowed=allowed), shadow=shadow)
         thread = threading.Thread(target=server.run, args=[[listening]])
@@ -217,9 +217,9 @@ def nothing_found(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Answers without items; the k's of each batch."""
     batches: list[list[int]] = []
 
-    def answer(_: object, asked: Sequence[Question]) -> list[ROWS]:
+    def answer(of: Any, asked: Sequence[Question]) -> list[Answer]:
         batches.append([of.options.k for of in asked])
-        return [[] for _ in asked]
+        return [Answer([], of) for _ in asked]
 
     monkeypatch.setattr(batcher_module, "answer", answer)
     return batches
@@ -877,7 +877,9 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
     assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
     status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
     assert (status, found) == (400, {"error": "the request: a number among its features is too large"})
-    infinite: Any = SimpleNamespace(answer=lambda *_: [[Row(rank=1, id="a", title=None, score=float("inf"))]])
+    infinite: Any = SimpleNamespace(
+        answer=lambda *_: [[Row(rank=1, id="a", title=None, score=float("inf"))]], missing={}
+    )
     (found,) = batcher_module.answer(infinite, [question({"history": ["a"]})])
     assert str(found) == "the request's scores are not finite: a number among its features is too large"
 
@@ -995,22 +997,6 @@ def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypa
     assert server.said == [f"new export: {X} items of demo, step 12 of run small"] * 2
 
 
-def test_a_server_without_one_of_its_processes_says_so_and_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: list[int] = []
-    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
-    with running(folder) as server:
-
-        def lost(*_: object) -> ROWS:
-            server.export._group.lost = True
-            raise RuntimeError("Connection closed by peer")
-
-        monkeypatch.setattr(batcher_module, "answer", lost)
-        said = {"error": "another process of this server is gone, so it stops"}
-        assert server.ask({"history": ["id 7"]}) == (503, said)
-        until(lambda: signal.SIGTERM in raised)
-
-
 def test_lines_that_nobody_reads_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export_small(small_model("mol", X), tmp_path / "served")
     export = LiveExport(folder, workers_module.say)
@@ -1046,7 +1032,7 @@ def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
 def test_what_takes_too_long_when_the_server_stops_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Event()
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(batcher_module, "answer", lambda retriever, asked: [[] for _ in asked if begin.wait(10)])
+    monkeypatch.setattr(batcher_module, "answer", lambda of, asked: [Answer([], of) for _ in asked if begin.wait(10)])
     with ThreadPoolExecutor(1) as clients, running(folder) as server:
         found = clients.submit(server.ask, {"history": ["id 7"]})
         until(lambda: server.metric("logitmix_batch_requests_count") == 1)

@@ -13,7 +13,6 @@ from logitmix.serving.batcher import Answer, Question
 from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
 from logitmix.serving.shadow import MOST, Shadow
-from logitmix.trainer import cli
 
 X = 60
 
@@ -81,9 +80,3 @@ def test_a_shadow_that_is_behind_leaves_requests_out(
     assert registry.get_sample_value("logitmix_shadow_left_out_total") == left_out
     of_shadow = registry.get_sample_value("logitmix_answer_seconds_count", {"export": "shadow"})
     assert (of_shadow or 0) == compared
-
-
-def test_a_shadow_is_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "exports/a", "--shadow", "exports/b", "--processes", "2"])
-    assert "--shadow has no place beside --processes" in capsys.readouterr().err

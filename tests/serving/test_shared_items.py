@@ -1,36 +1,37 @@
-"""Processes that share an export's items answer as one process does, bit for bit."""
+"""Processes that share an export's items, and shards of them, answer as one process does, bit for bit."""
 
-import http.client
 import json
-import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request as Asking
+from urllib.request import urlopen
 
 import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
 from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
+from test_server import read_all, running, until
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
-from logitmix.common.storage import path_of
-from logitmix.serving import live
-from logitmix.serving.directory.reader import read_manifest
+from logitmix.serving import shards
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
-from logitmix.serving.retriever import Retriever, Row
+from logitmix.serving.retriever import Retriever
+from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
+from logitmix.serving.workers import bound
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.update import update_items
@@ -221,131 +222,229 @@ def test_the_command_answers_on_several_processes(exports: dict[str, Path], tmp_
     assert len({file.read_text() for file in files}) == 1
     said = two_ranks.command(["retrieve", path, "--json", "--history", "new"], tmp_path, world_size=2, status=2)
     assert said.startswith("logitmix: request 0: no item of demo has the id 'new'; ") and said.count("\n") == 1
-    said = two_ranks.command(["serve", "nowhere", "--port", "0"], tmp_path, world_size=2, status=2)
-    assert said.startswith("logitmix: no serving directory at nowhere") and said.count("\n") == 1
 
 
-def taken_over(store: Path, next_there: Path, folder: Path, second: Path, damaged: Path) -> Any:
-    """The answers of rank 0: of the first export; of the first and the second when that has taken over; of the second
-    after a damaged one. Before that, of an export in a store, each rank with a cache of its own, as on two hosts."""
-    said: list[str] = []
-    with process_group("cpu", 60) as ranks:
-        os.environ["XDG_CACHE_HOME"] = f"{store}-{ranks.rank}"
-        live.STORE_SECONDS = 0.01
-        export = LiveExport(path_of(f"file://{store}"), lambda line: None, Group(ranks.group))
-        if ranks.rank:
-            export.follow()
-        else:
-            publish(next_there, store)
-            until = time.monotonic() + 30
-            while not export.refresh():
-                assert time.monotonic() < until
-            assert export.retriever.digest == read_manifest(store)["sha256"]
-            export.release()
-        export = LiveExport(folder, said.append, Group(ranks.group))
-        if ranks.rank:
-            return export.follow()
-        first = export.retriever
-
-        def asked(retriever: Retriever) -> list[Row]:
-            return retriever.rows(["id 7", "id 14"], 9, stage1=40)
-
-        found = [asked(first)]
-        assert not export.refresh()
-        publish(second, folder)
-        assert export.refresh()
-        # As a batch does that began before.
-        found += [asked(first), asked(export.retriever)]
-        publish(damaged, folder)
-        assert not export.refresh() and not export.refresh()
-        found.append(asked(export.retriever))
-        export.release()
-        return found, said
-
-
-def test_a_new_export_takes_over_on_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
-    paths = [export_small(small_model("mol", X, seed=seed), tmp_path / f"{seed}") for seed in range(3)]
-    of_first, of_second = (Retriever.load(path).rows(["id 7", "id 14"], 9, stage1=40) for path in paths[:2])
-    shard = max(paths[2].glob("items-*"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    there = [Path(shutil.copytree(paths[seed], tmp_path / f"store {seed}")) for seed in (1, 0)]
-    (found, said), _ = two_ranks.run(taken_over, *there, *paths)
-    assert found == [of_first, of_first, of_second, of_second] and of_first != of_second
-    assert said[0] == f"new export: {X} items of demo, step 12 of run small" and len(said) == 2
-    assert said[1].startswith(f"the new export is not used: {paths[0] / shard.name} is damaged")
+@pytest.fixture(autouse=True)
+def _no_front_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "LAST_SECONDS", 0.0)
 
 
 @contextmanager
-def serving(folder: Path, processes: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    words = ["serve", str(folder), "--port", "0", "--processes", str(processes)]
-    command = [sys.executable, "-m", "logitmix.trainer.cli", *words]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        assert server.stderr is not None
-        started = re.search(r" on http://127.0.0.1:(\d+)\n$", server.stderr.readline())
-        assert started
-        yield server, int(started[1])
-    finally:
-        server.kill()
-        server.communicate()
+def shard(folder: Path, number: int, count: int, port: int = 0, token: str = "") -> Iterator[int]:
+    """The port of a shard, which is gone on exit."""
+    place = Shard(number, count)
+    server = ShardServer(LiveExport(folder, print, place), place, token)
+    with bound("127.0.0.1", port) as listening:
+        listening.listen()
+        thread = threading.Thread(target=server.run, args=[listening])
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.ended.set()
+            thread.join(10)
+    assert not thread.is_alive()
 
 
-def processes_of(server: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
+@contextmanager
+def front(
+    folder: Path, ports: list[int], said: list[str], allow_partial: bool = False, **given: Any
+) -> Iterator[LiveExport]:
+    of = Front([f"127.0.0.1:{port}" for port in ports], said.append, allow_partial, **{"seconds": 60, **given})
+    export = LiveExport(folder, said.append, of)
+    yield export
+    export.release()
 
 
-def ask(port: int, body: dict[str, Any]) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("POST", "/retrieve", json.dumps(body))
-        return json.loads(connection.getresponse().read())
-    finally:
-        connection.close()
+@pytest.mark.parametrize("name", ["cached", "two shards", "computed", "one stage", "int8"])
+def test_shards_answer_as_one_process_does(exports: dict[str, Path], of_one: dict[str, list[Any]], name: str) -> None:
+    said: list[str] = []
+    with ExitStack() as stack:
+        ports = [stack.enter_context(shard(exports[name], number, 3)) for number in range(3)]
+        export = stack.enter_context(front(exports[name], ports, said))
+        assert answers(export.retriever) == of_one[name]
+        assert export.retriever.missing == {"missing_shards": [], "missing_share": 0.0}
+        with pytest.raises(ValueError, match="request 0: feature age is 'old'"):
+            export.retriever.recommend([{"user": {"age": "old"}}], 3)
+        assert export.retriever.rows(["id 7"], 9) == Retriever.load(exports[name]).rows(["id 7"], 9)
+    assert said == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_server_of_several_processes(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
-    folder = Path(shutil.copytree(exports["cached"], tmp_path / "served"))
-    question = {"history": ["id 7", "id 14"], "k": 9, "stage1": 40}
-    with serving(folder, 2) as (server, port):
-        for path in (exports["cached"], exports["int8"]):
-            if path != exports["cached"]:
-                publish(Path(shutil.copytree(path, tmp_path / "next")), folder)
-            expected = Retriever.load(path).recommend([{"history": ["id 7", "id 14"]}], 9, stage1=40)[0]
-            until = time.monotonic() + 30
-            while ask(port, question)["items"] != expected:
-                assert path != exports["cached"] and time.monotonic() < until
-            assert ask(port, {"history": [], "user": {"age": "old"}})["error"].startswith("the request: feature age")
-        if number == signal.SIGTERM:
-            # As service managers do, which end all processes of a service.
-            for child in processes_of(server):
-                os.kill(child, number)
-        server.send_signal(number)
-        said = server.communicate(timeout=30)[1]
-    assert (server.returncode, said) == (0, f"logitmix: new export: {X} items of demo, step 12 of run small\n")
+@pytest.mark.parametrize("stage1", [None, 40])
+def test_shards_filter_by_what_their_front_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage1: int | None
+) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    folder = export_small(small_model("mol", X), tmp_path / "served")
+    (tmp_path / "attributes.csv").write_text("item,price\n" + "".join(f"{each},1e6\n" for each in raw_ids(X)[:200:2]))
+    said: list[str] = []
+    asked: list[Request] = [
+        {"history": ["id 7"], **given}
+        for given in ({}, {"where": "price >= 1e6"}, {"where": "price < 1e6"}, {"allowed": raw_ids(X)[:90:3]})
+    ]
+    for request in asked[1:3]:
+        request["limit"] = {"category": 2}
+    with ExitStack() as stack:
+        ports = [stack.enter_context(shard(folder, number, 2)) for number in range(2)]
+        of = Front([f"127.0.0.1:{port}" for port in ports], said.append, seconds=60)
+        export, alone = (
+            LiveExport(folder, said.append, group, where="price > 0", attributes=tmp_path / "attributes.csv")
+            for group in (of, None)
+        )
+        stack.callback(alone.release)
+        stack.callback(export.release)
+        found = export.retriever.recommend(asked, 30, stage1=stage1)
+        assert found == alone.retriever.recommend(asked, 30, stage1=stage1) and all(found)
+
+
+@pytest.mark.parametrize("allow_partial", [True, False])
+def test_a_shard_that_is_gone_is_missing_until_it_is_back(
+    exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch, allow_partial: bool
+) -> None:
+    monkeypatch.setattr(shards, "PAUSE", 0.0)
+    folder, said, asked = exports["cached"], list[str](), ["id 7", "id 14"]
+    everything = Retriever.load(folder).rows(asked, X, stage1=X)
+    with ExitStack() as stack:
+        ports = [stack.enter_context(shard(folder, number, 3)) for number in (0, 2)]
+        with shard(folder, 1, 3) as port:
+            export = stack.enter_context(front(folder, [ports[0], port, ports[1]], said, allow_partial))
+            assert export.retriever.rows(asked, X, stage1=X) == everything
+        begin, size = sum(export.retriever._ranker.sizes[:1]), export.retriever._ranker.sizes[1]
+        left = [row for row in everything if not begin <= int(row["id"].split()[1]) / 7 < begin + size]
+        missing = {"missing_shards": [2], "missing_share": round(size / X, 6)}
+        with running(export) as server:
+            # The first answer finds it gone, and the second knows.
+            for _ in range(2):
+                status, found = server.ask({"history": asked, "k": X, "stage1": X})
+                if allow_partial:
+                    assert [row["score"] for row in found["items"]] == [row["score"] for row in left]
+                    assert (status, missing) == (200, {name: found[name] for name in missing})
+                else:
+                    assert status == 503 and f"shard 2/3 at 127.0.0.1:{port} is missing: " in found["error"]
+            assert server.status("/readyz") == (200 if allow_partial else 503)
+            assert server.ask(b"", "GET", "/healthz")[1]["missing_shards"] == [2]
+            assert server.metric("logitmix_items_missing_share") == missing["missing_share"]
+            with shard(folder, 1, 3, port):
+                until(lambda: server.status("/readyz") == 200 and server.metric("logitmix_shards_missing") == 0)
+                status, found = server.ask({"history": asked, "k": X, "stage1": X})
+                assert (status, found["missing_shards"], len(found["items"])) == (200, [], len(everything))
+        assert said[-1] == f"shard 2/3 at 127.0.0.1:{port} answers"
+
+
+def test_a_new_export_takes_over_once_all_shards_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    first, second = (export_small(small_model("mol", X, seed=seed), tmp_path / f"{seed}") for seed in range(2))
+    folders = [Path(shutil.copytree(first, tmp_path / f"of {who}")) for who in ("front", "shard 1", "shard 2")]
+    said: list[str] = []
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.02)
+    of_first, of_second = (Retriever.load(path).rows(["id 7"], 9, stage1=40) for path in (first, second))
+    with ExitStack() as stack:
+        ports = [stack.enter_context(shard(folder, number, 2)) for number, folder in enumerate(folders[1:])]
+        export = stack.enter_context(front(folders[0], ports, said, True))
+        for folder in folders[:2]:
+            publish(Path(shutil.copytree(second, tmp_path / "next")), folder)
+            for _ in range(3):
+                assert not export.refresh()
+                assert export.retriever.rows(["id 7"], 9, stage1=40) == of_first
+                assert export.missing["missing_shards"] == []
+        publish(Path(shutil.copytree(second, tmp_path / "next")), folders[2])
+        until(export.refresh)
+        assert export.retriever.rows(["id 7"], 9, stage1=40) == of_second
+        other = stack.enter_context(shard(first, 1, 2))
+        with front(folders[0], [ports[0], other], said) as of, pytest.raises(ShardsLost, match="has another export"):
+            of.retriever.rows(["id 7"], 9)
+    assert f"new export: {X} items of demo, step 12 of run small" in said
+
+
+def test_a_shard_that_does_not_answer_is_not_waited_for(exports: dict[str, Path]) -> None:
+    """It greets, as one does that is stopped later."""
+    said: list[str] = []
+    with bound("127.0.0.1", 0) as listening, ExitStack() as stack:
+        listening.listen()
+
+        def greet() -> None:
+            line = shards.Line(stack.enter_context(listening.accept()[0]))
+            line.receive(60)
+            line.send({"shard": [0, 1]}, 60)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        port = listening.getsockname()[1]
+        export = stack.enter_context(front(exports["cached"], [port], said, seconds=0.2))
+        thread.join()
+        with pytest.raises(ShardsLost, match=r"^shard 1/1 at 127.0.0.1:\d+ is missing: no answer within 0.2 s$"):
+            export.retriever.rows(["id 7"], 3)
+    assert len(said) == 1
+
+
+def test_who_is_no_shard_of_the_front_is_refused(exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, said = exports["cached"], list[str]()
+    with shard(folder, 0, 2, token="secret" * 4) as one, shard(folder, 1, 3) as two:
+        for part in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2\0\0\0\0[]", b"\0\0\0\2\0\0\0\0{}"):
+            with socket.create_connection(("127.0.0.1", one), timeout=10) as client:
+                client.sendall(part)
+                assert b"shard" not in read_all(client)
+        with front(folder, [one, two], said):
+            pass
+        assert [line.partition(": ")[2] for line in said] == [
+            "it has another token; give both the same --token-file",
+            "it is shard 2/3; give --shards in their order, and all of them",
+        ]
+        said.clear()
+        monkeypatch.setattr(shards, "VERSION", "0.0")
+        with front(folder, [one, one], said, token="secret" * 4) as export, pytest.raises(ShardsLost):
+            export.retriever.rows(["id 7"], 3)
+        assert len(said) == 1 and said[0].endswith("it is shard 1/2; give --shards in their order, and all of them")
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command that serves, and its port."""
+    command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", str(folder), "--threads", "1", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            started = re.search(r" on (?:http|tcp)://127.0.0.1:(\d+)\n$", server.stderr.readline())
+            assert started
+            yield server, started[1]
+        finally:
+            server.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_dies_ends_the_server(exports: dict[str, Path], rank: int) -> None:
-    with serving(exports["cached"], 2) as (server, _):
-        children = processes_of(server)
-        assert len(children) == 2
-        os.kill(children[rank], signal.SIGKILL)
-        assert server.communicate(timeout=5)[1] == f"logitmix: rank {rank} was ended by SIGKILL\n"
-        assert server.returncode == 128 + signal.SIGKILL
-        assert not any(Path(f"/proc/{child}").exists() for child in children)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_a_shard_of_the_command_is_lost_and_comes_back(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
+    (tmp_path / "token").write_text("secret" * 4)
+    secret = ["--token-file", str(tmp_path / "token")]
+    expected = Retriever.load(exports["cached"]).rows(["id 7"], 9, stage1=40)
+    body = json.dumps({"history": ["id 7"], "k": 9, "stage1": 40}).encode()
 
+    def ask() -> Any:
+        request = Asking(f"http://127.0.0.1:{port}/retrieve", body, {"Authorization": "Bearer " + "secret" * 4})
+        with urlopen(request, timeout=30) as answer:
+            return json.load(answer)
 
-@pytest.mark.slow
-def test_what_the_server_refuses_is_told_once(exports: dict[str, Path]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        words = ["serve", str(exports["cached"]), "--port", port, "--processes", "2"]
-        result = subprocess.run([sys.executable, "-m", "logitmix.trainer.cli", *words], capture_output=True, text=True)
-    said = f"logitmix: port {port} of 127.0.0.1 is in use; give another --port\n"
-    assert (result.returncode, result.stderr) == (1, said)
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(serving(exports["cached"], "--shard", f"{part}/2", "--port", "0", *secret))
+            for part in (1, 2)
+        )
+        addresses = f"127.0.0.1:{first[1]},127.0.0.1:{second[1]}"
+        words = ["--shards", addresses, "--allow-partial", "--shard-seconds", "2", "--port", "0", *secret]
+        server, port = stack.enter_context(serving(exports["cached"], *words))
+        assert ask()["items"] == expected
+        second[0].send_signal(number)
+        until(lambda: ask()["missing_shards"] == [2], 30)
+        if number == signal.SIGSTOP:
+            second[0].send_signal(signal.SIGCONT)
+        else:
+            assert second[0].wait(10) == (0 if number == signal.SIGTERM else -number)
+            stack.enter_context(serving(exports["cached"], "--shard", "2/2", "--port", second[1], *secret))
+        until(lambda: ask()["missing_shards"] == [], 90)
+        assert ask()["items"] == expected
+        server.send_signal(signal.SIGTERM)
+        said = server.communicate(timeout=30)[1].splitlines()
+    assert server.returncode == 0 and said[-1].endswith(f":{second[1]} answers")
 
 
 def test_processes_that_are_out_of_step_answer_nothing_more() -> None:

@@ -242,7 +242,10 @@ def test_a_worker_that_ends_waits_for_what_it_was_given(
         ("--workers 2 --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
         ("--workers 0", "--workers is 0; it must be at least 1"),
         ("--workers 257 --port 0", "--workers is 257; it must be at most 256"),
-        ("--workers 2 --processes 2", "--workers answer from all items, and --processes divide them"),
+        ("--shard 3/2", "--shard is 3/2; it must be from 1/N to N/N"),
+        ("--shard 1/2 --workers 2", "--workers has no meaning beside --shard; leave it out"),
+        ("--allow-partial", "--allow-partial has no meaning beside no --shards; leave it out"),
+        ("--shards here:90,there", "--shards has 'there'; each shard is "),
     ],
 )
 def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from logitmix.trainer.config import HistoryRule
 
 PATIENCE = 365 * 24 * 3600
-"""Seconds that the ranks of retrieve and serve wait for each other: for a large export to be read, or for the next
+"""Seconds that the ranks of retrieve wait for each other: for a large export to be read, or for the next
 request. The end of a rank is noticed at once, and one that is stopped by its heartbeat."""
 OF_THE_RUN = "(default: the run's setting)"
 
@@ -78,7 +78,7 @@ class ProcessesOption:
         elif self.processes > 1:
             threads = threads_of_each(self.processes) if isinstance(self, ItemProcessesOption) else 1
             words = with_plugins([command, *words])
-            raise SystemExit(run_ranks(words, self.processes, threads, is_server=command == "serve"))
+            raise SystemExit(run_ranks(words, self.processes, threads))
 
 
 @dataclass(frozen=True, kw_only=True)

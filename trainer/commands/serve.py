@@ -1,25 +1,19 @@
 """`logitmix serve`: answers over HTTP, with a page to try it out."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import tyro
 
 from logitmix.common.mappings import require
 from logitmix.common.storage import path_of
 from logitmix.launch.processes import launched
-from logitmix.trainer.commands.options import (
-    ExportPlace,
-    ItemProcessesOption,
-    items_group,
-    threads_of_each,
-    with_plugins,
-)
+from logitmix.trainer.commands.options import ExportPlace, threads_of_each, with_plugins
 from logitmix.trainer.commands.words import parse
 
 
 @dataclass(frozen=True)
-class Arguments(ItemProcessesOption):
+class Arguments:
     """Answer requests over HTTP until SIGTERM or Ctrl-C. A new export written in place of the directory takes over
     without a restart. docs/serving.md describes requests and answers."""
 
@@ -32,7 +26,7 @@ class Arguments(ItemProcessesOption):
     workers: int = 1
     """Processes that each answer from the whole export, for more requests; they share the files in memory."""
     threads: int = 0
-    """CPU threads of the model; torch's default when 0, and all cores divided among the processes or workers."""
+    """CPU threads of the model; torch's default when 0, and all cores divided among the workers."""
     stage1: int | None = None
     """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
     where: str = ""
@@ -45,6 +39,14 @@ class Arguments(ItemProcessesOption):
     """Milliseconds that a request waits, at most, for others to be answered with it."""
     drain_seconds: float = 0.0
     """Seconds that the server goes on after SIGTERM, while /readyz tells load balancers to send requests elsewhere."""
+    shard: str = ""
+    """I/N, such as 1/3: rank that part of the items for servers with --shards, instead of answering over HTTP."""
+    shards: str = ""
+    """HOST:PORT of each shard in their order, with commas between them: they rank the items."""
+    allow_partial: bool = False
+    """Answer without the items of shards that are missing, and say so; 503 otherwise."""
+    shard_seconds: float = 5.0
+    """Seconds for a shard to answer, after which it is missing."""
     deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
     shadow: str = ""
@@ -63,23 +65,32 @@ class Arguments(ItemProcessesOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "serve", words)
     require(arguments.workers >= 1, "--workers", arguments.workers, "at least 1")
-    if arguments.workers > 1 and (arguments.processes > 1 or launched()):
-        raise ValueError("--workers answer from all items, and --processes divide them among them: give one of the two")
-    if arguments.shadow and (arguments.processes > 1 or launched()):
-        raise ValueError("--shadow has no place beside --processes: compare the exports on a host that holds both")
+    if launched():
+        raise ValueError(
+            "serve is no job for torchrun: start --shard I/N on each host by itself, and one with --shards"
+        )
+    _check_shards(arguments)
     from logitmix.serving.guards import Allowed, read_token
-    from logitmix.serving.workers import Worker, run_workers
+    from logitmix.serving.workers import Worker, run_workers, say
 
     token = read_token(path_of(arguments.token_file)) if arguments.token_file else ""
     worker = Worker.of_environment()
     if arguments.workers > 1 and not worker:
         command = [sys.executable, "-P", "-m", "logitmix.trainer", *with_plugins(["serve", *words])]
         threads = threads_of_each(arguments.workers)
-        place = arguments.host, arguments.port
-        raise SystemExit(run_workers(command, arguments.workers, threads, *place, arguments.drain_seconds, bool(token)))
-    arguments.start_ranks("serve", words)
-    from logitmix.serving.server import Settings, serve
+        place = arguments.host, arguments.port, arguments.drain_seconds
+        raise SystemExit(run_workers(command, arguments.workers, threads, *place, bool(token)))
+    from logitmix.serving.server import Settings, serve, serve_shard
+    from logitmix.serving.shards import Front, Shard
 
+    served = path_of(arguments.directory), arguments.host, arguments.port, arguments.threads
+    deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))
+    if arguments.shard:
+        return serve_shard(*served, Shard.parse(arguments.shard), deltas, token)
+    front = None
+    if arguments.shards:
+        addresses = arguments.shards.split(",")
+        front = Front(addresses, say, arguments.allow_partial, arguments.shard_seconds, token)
     allowed = Allowed(arguments.allow_host, arguments.allow_origin, token)
     settings = Settings(
         arguments.wait_ms,
@@ -90,7 +101,16 @@ def run(words: list[str]) -> None:
         arguments.shadow_share,
         allowed,
     )
-    directory = path_of(arguments.directory)
-    with items_group("serve") as group:
-        deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))
-        serve(directory, arguments.host, arguments.port, arguments.threads, settings, group, worker, deltas, shadow)
+    serve(*served, settings, front, worker, deltas, shadow)
+
+
+def _check_shards(arguments: Arguments) -> None:
+    """ValueError for options that would change nothing."""
+    given = {of.name for of in fields(arguments) if getattr(arguments, of.name) != of.default}
+    if arguments.shard:
+        given -= {"directory", "host", "port", "threads", "shard", "deltas", "token_file"}
+    else:
+        given = set() if arguments.shards else given & {"allow_partial", "shard_seconds"}
+    if given:
+        flag, beside = f"--{min(given).replace('_', '-')}", "--shard" if arguments.shard else "no --shards"
+        raise ValueError(f"{flag} has no meaning beside {beside}; leave it out")

@@ -28,6 +28,7 @@ from logitmix.common.messages import shown
 from logitmix.common.storage import fetch, fetch_run, path_of, push
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
+from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.live import LiveExport
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
@@ -514,7 +515,7 @@ def test_a_server_takes_over_what_is_exported_there(
     exporting.export(fetch_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
     until(export.refresh)
     assert said[-1].startswith("new export: ") and export.retriever.rows(["item-1"], 3) != before
-    assert export._found() == export.retriever.digest
+    assert read_manifest(export._directory)["sha256"] == export.retriever.digest
     # Only there, where neither the server's end nor another process waits for the store.
     assert set(looked) == {"store"}
     # Another look would fetch what is removed next.
