@@ -58,7 +58,7 @@ def main(options: Options) -> None:
     with process_group("cpu", 60) as ranks:
         evaluation = Evaluation(config, dataset, ranks)
     users = evaluation.users("test")
-    is_new = _first_times(dataset)[users.target] > dataset.timestamps_flat.max() - NEW
+    is_new = dataset.first_times()[users.target] > dataset.timestamps_flat.max() - NEW
     rows: list[dict[str, Any]] = []
 
     def add(method: str, rank_U: np.ndarray, fit: float | None, all_users: float | None) -> None:
@@ -153,13 +153,6 @@ def _cpu(work: Callable[[], object]) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
-
-
-def _first_times(dataset: Dataset) -> np.ndarray:
-    """When each item was first taken [X]."""
-    first_X = np.full(dataset.num_items, np.iinfo(np.int64).max)
-    np.minimum.at(first_X, dataset.items_flat[:], dataset.timestamps_flat[:])
-    return first_X
 
 
 if __name__ == "__main__":

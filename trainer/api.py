@@ -174,11 +174,14 @@ def recommend(
     stage1: int | None = None,
     threads: int = 1,
     limit: Mapping[str, int] = MappingProxyType({}),
+    boost_new: float = 0.0,
 ) -> dict[str, int]:
     """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
     arguments are those of the command line."""
     options = Options(k, exclude_history=exclude_history, stage1=stage1)
-    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit))
+    asked = recommending.Asked(
+        Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit), boost_new
+    )
     export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(export, asked, ranks, threads)

@@ -42,6 +42,9 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
     limit: str = "{}"
     """Most items of a value of the export's filterable columns for each user, as a JSON object: {"category": 3}."""
+    boost_new: float = 0.0
+    """Added to the scores of items of the last week: their first action in the dataset is of then, or they have none.
+    A line says what share of the recommendations is of such items, beside their share of that week's actions."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
@@ -66,6 +69,7 @@ def run(words: list[str]) -> None:
         arguments.items,
         arguments.where,
         json_value("--limit", arguments.limit, dict),
+        arguments.boost_new,
     )
     export, asked = served(arguments.place, asked)
     if str(export) != arguments.place:

@@ -159,6 +159,12 @@ class Dataset:
         """The text of dataset.json, which identifies this dataset: counts, schema, digests of the source."""
         return (self.path / "dataset.json").read_text(encoding="utf-8")
 
+    def first_times(self) -> np.ndarray:
+        """When each item was first acted on, int64 [items]; the largest number for one without actions."""
+        first_X = np.full(self.num_items, np.iinfo(np.int64).max)
+        np.minimum.at(first_X, self.items_flat[:], self.timestamps_flat[:])
+        return first_X
+
     def identity(self) -> dict[str, Any]:
         """What is equal for the same dataset elsewhere: the content of dataset.json, with the digests of all other
         files. Where its writer has left them out, they are computed."""

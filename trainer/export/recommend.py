@@ -8,11 +8,13 @@ Axes: B users of a batch, T actions, X items of the dataset, k items for each us
 
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import json_digest
-from logitmix.common.files import held_alone, sync, write_whole, writing_whole
+from logitmix.common.files import from_json, held_alone, sync, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
@@ -40,6 +42,7 @@ from logitmix.serving.texts import ABSENT, Texts
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, values_of
+from logitmix.trainer.data.times import UNITS
 from logitmix.trainer.export.catalog import read_ids
 from logitmix.trainer.export.columns import AsNeeded, dataset_columns, read_items
 from logitmix.trainer.export.export import export
@@ -51,6 +54,8 @@ BLOCK = 2**10
 BATCH = 2**7
 """Users encoded and ranked at once."""
 SUFFIXES = (".parquet", ".csv")
+WEEK = 7 * 86_400
+"""In seconds: for so long an item counts as new."""
 _JOB, _PART = "job.json", "{:07}.arrow"
 _SCHEMA = pa.schema([("of", pa.int64()), ("rank", pa.int32()), ("item", pa.int64()), ("score", pa.float32())])
 
@@ -78,12 +83,18 @@ class Asked:
     dataset's features of items (serving/expression.py)."""
     limit: dict[str, int] = field(default_factory=dict)
     """Most items of a value of a filterable column for each user."""
+    boost_new: float = 0.0
+    """Added to the scores of items whose first action is in the last week of the dataset, or that have none."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
             raise ValueError(
                 f"--out is {self.out}; it must be a local file whose name ends with {' or '.join(SUFFIXES)}"
             )
+        if not math.isfinite(self.boost_new):
+            raise ValueError(f"--boost-new is {self.boost_new}; it must be a finite number")
+        if self.boost_new and self.limit:
+            raise ValueError("--boost-new has no place beside --limit; leave one of them out")
         if self.users and self.similar_items:
             raise ValueError("--users has no place beside --similar-items, which asks for all items; leave it out")
 
@@ -120,6 +131,8 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
     try:
         retriever.filters.require_limit(asked.limit)
+        if asked.boost_new and not histories.new:
+            raise ValueError("--boost-new needs users whose dataset states the unit of its times; leave it out")
         only = _only(asked, retriever, dataset, tell) if asked.items or asked.where else None
     except ValueError:
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
@@ -132,6 +145,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         "only": "" if only is None else hashlib.sha256(only.bits.tobytes()).hexdigest(),
         "options": asdict(options),
         "limit": asked.limit,
+        "boost_new": asked.boost_new,
     }
     blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
     with ExitStack() as held:
@@ -255,14 +269,25 @@ def _answers(
     """The best items of some users, one row for each."""
     options = asked.options
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
+    parts: list[tuple[Allowed | None, float]] = [(only, 0.0)]
+    if asked.boost_new and histories.new:
+        # The best items of each part are among the best of both, whatever is added.
+        new, others = (Allowed.of(of) for of in (histories.new[0], ~histories.new[0]))
+        parts = [(of if only is None else of & only, boost) for of, boost in ((others, 0.0), (new, asked.boost_new))]
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
     score_BK = np.empty(item_BK.shape, np.float32)
     order_B = block.argsort()
     for start in range(0, len(block), BATCH):
         for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
-            found = retriever.best(read, excluded, options, only, asked.limit)
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
-            item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
+            found = [retriever.best(read, excluded, options, of, asked.limit) for of, _ in parts]
+            items_BN = np.concatenate([of.items.numpy() for of in found], axis=1)
+            boosted = [of.scores.numpy() + boost for of, (_, boost) in zip(found, parts, strict=True)]
+            scores_BN = np.concatenate(boosted, axis=1, dtype=np.float32)
+            if len(parts) > 1:
+                best_BK = np.lexsort((items_BN, -scores_BN))[:, : item_BK.shape[1]]
+                items_BN, scores_BN = (np.take_along_axis(of, best_BK, 1) for of in (items_BN, scores_BN))
+            item_BK[at], score_BK[at] = items_BN, scores_BN
     row_N, rank_N = (item_BK != UNKNOWN).nonzero()
     columns = block[row_N], rank_N + 1, item_BK[row_N, rank_N], score_BK[row_N, rank_N]
     return pa.table([pa.array(of, field.type) for of, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
@@ -284,6 +309,7 @@ def _finish(
     text, of_part = pa.string(), _SCHEMA
     schema = pa.schema([(histories.column, text), of_part.field("rank"), ("item", text), of_part.field("score")])
     rows, short, none, example = 0, 0, 0, ""
+    count_X = np.zeros(retriever.num_items, np.int64)
     with writing_whole(asked.out) as file:
         sink = file.buffer
         with pa.csv.CSVWriter(sink, schema) if asked.out.suffix == ".csv" else pq.ParquetWriter(sink, schema) as writer:
@@ -291,6 +317,7 @@ def _finish(
                 part = pa.ipc.open_file(asked.parts / _PART.format(number)).read_all()
                 columns = [names.take(part["of"]), part["rank"], items.take(part["item"]), part["score"]]
                 writer.write_table(pa.table(columns, schema.names).cast(schema))
+                count_X += np.bincount(part["item"].to_numpy(), minlength=len(count_X))
                 full = part["of"].filter(pc.equal(part["rank"], k)).to_numpy()
                 lacking = np.setdiff1d(block, full)
                 if len(lacking):
@@ -299,6 +326,8 @@ def _finish(
                 rows, short = rows + len(part), short + len(lacking)
     if short:
         say(f"{short:,} {histories.of} have fewer than {k:,} items, {none:,} of them none, such as {example!r}")
+    if line := histories.said_of_new(count_X):
+        say(line)
     shutil.rmtree(asked.parts)
     return {histories.of: sum(map(len, blocks)), "rows": rows}
 
@@ -337,6 +366,30 @@ class _OfUsers:
 
     def names(self) -> pa.ChunkedArray:
         return self._dataset.raw_user_id_column()
+
+    @cached_property
+    def new(self) -> tuple[NDArray[np.bool_], float] | None:
+        """Which items of the export have their first action in the last week of the dataset, or none, bool [X], and
+        their share of that week's actions; None where the unit of time is unknown."""
+        dataset, num_items = self._dataset, self._retriever.num_items
+        unit = (from_json(dataset.description()).get("times") or {}).get("unit")
+        if not unit:
+            return None
+        first_X, time_T = dataset.first_times(), dataset.timestamps_flat
+        since = int(time_T.max()) - WEEK * UNITS[unit]
+        is_new, there = np.ones(num_items, bool), (self._item_X >= 0) & (self._item_X < num_items)
+        is_new[self._item_X[there]] = first_X[there] > since
+        return is_new, float((first_X[dataset.items_flat[time_T > since]] > since).mean())
+
+    def said_of_new(self, count_X: Ints) -> str:
+        """What share of the recommendations, by item of the export, is of new items; empty where there are none."""
+        if self.new is None or not self.new[0].any() or not count_X.any():
+            return ""
+        is_new, of_actions = self.new
+        return (
+            f"{count_X[is_new].sum() / count_X.sum():.1%} of what is recommended are items of the last week "
+            f"({int(is_new.sum()):,}), which have {of_actions:.1%} of its actions"
+        )
 
     def read(self, user_B: Ints, exclude: bool) -> Iterator[Read]:
         dataset, L = self._dataset, self._retriever.config.encoder.max_length
@@ -386,6 +439,11 @@ class _OfItems:
 
     def names(self) -> pa.Array:
         return as_arrow(self._retriever.raw_ids)
+
+    new = None
+
+    def said_of_new(self, count_X: Ints) -> str:
+        return ""
 
     def read(self, item_B: Ints, exclude: bool) -> Iterator[Read]:
         items = item_B.tolist()

@@ -418,6 +418,50 @@ def test_recommendations_are_the_answers_to_requests(
     assert not (tmp_path / f"{name}.parts").exists()
 
 
+def test_the_share_of_new_items_is_said(
+    run: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those whose first action is late, and those without actions."""
+    monkeypatch.setattr(recommend_module, "WEEK", 430 * 86_400)
+    data = forget_digests(Path(shutil.copytree(run.parent / "data", tmp_path / "data")))
+    (tmp_path / "t.csv").write_text("item,price\nnew,1\n")
+    export(run, tmp_path / "served", catalog=Catalog(str(tmp_path / "t.csv")))
+    api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9)
+    assert "of the last week" not in capsys.readouterr().err
+    description = json.loads((data / "dataset.json").read_text())
+    (data / "dataset.json").write_text(json.dumps(description | {"times": {"unit": "s"}}))
+    api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9)
+    actions = list(zip(dataset.items_flat.tolist(), dataset.timestamps_flat.tolist(), strict=True))
+    since = max(time for _, time in actions) - 430 * 86_400
+    late = {item for item, _ in actions} - {item for item, time in actions if time <= since}
+    names = {"new", *(dataset.raw_ids()[item] for item in late)}
+    found = pq.read_table(tmp_path / "all.parquet")["item"].to_pylist()
+    last = [item in late for item, time in actions if time > since]
+    assert 0 < len(late) < ITEMS
+    assert (
+        f"{sum(name in names for name in found) / len(found):.1%} of what is recommended are items of the last week "
+        f"({len(names)}), which have {sum(last) / len(last):.1%} of its actions"
+    ) in " ".join(capsys.readouterr().err.split())
+    every = Retriever.load(tmp_path / "served").recommend(whole_requests(dataset), ITEMS + 1)
+    for boost in (0.3, -1.0):
+        expected: list[list[Row]] = []
+        for ranking in every:
+            scores = {row["id"]: row["score"] + boost * (row["id"] in names) for row in ranking}
+            best = sorted(ranking, key=lambda row: -scores[row["id"]])[:9]
+            expected.append([{**row, "rank": at + 1, "score": scores[row["id"]]} for at, row in enumerate(best)])
+        api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost)
+        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"boost_new": float("nan")}, "--boost-new is nan; it must be a finite number"),
+        ({"boost_new": 1.0, "similar_items": True}, "--boost-new needs users whose dataset states the unit"),
+        ({"boost_new": 1.0, "limit": {"brand": 2}}, "--boost-new has no place beside --limit"),
+    ]
+    for given, wrong in refused:
+        with pytest.raises(ValueError, match=wrong):
+            api.recommend(tmp_path / "served", tmp_path / "no.parquet", data, 9, **given)
+    assert not (tmp_path / "no.parquet.parts").exists()
+
+
 def test_recommendations_by_a_dataset_that_has_changed(
     run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
