@@ -82,8 +82,8 @@ INTERPRETED_PROGRAMS = 3
 BUDGET = {
     "_target_forward, float32": (1, 1632),
     "_negatives_forward, float32": (1, 76),
-    "_target_backward, float32": (1, 2872),
-    "_negatives_backward, float32": (1, 2024),
+    "_target_backward, float32": (1, 2792),
+    "_negatives_backward, float32": (1, 1700),
     "_negatives_backward, limit": (1, 2312),
     "_target_backward, 4 x 4": (2, 832),
     "_negatives_backward, 4 x 4": (2, 712),
