@@ -71,6 +71,7 @@ def test_the_weekly_job_of_a_shop_recommends_what_is_in_stock_to_everyone(tmp_pa
     dataset = load_dataset(tmp_path / "shop/data")
     (in_stock,) = (of for of in dataset.schema.of("item") if of.name == "in_stock")
     stock = dict(zip(dataset.raw_ids(), dataset.single_values(in_stock).to_pylist(), strict=True))
+    stock |= {"news-1": "yes", "news-2": "no"}
     found = pq.read_table(tmp_path / "shop/recommended.parquet")
     assert {stock[item] for item in found["item"].unique().to_pylist()} == {"yes"}
     assert len(found["user"].unique()) == dataset.num_users and len(found) == 100 * dataset.num_users
