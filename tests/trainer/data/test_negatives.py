@@ -55,7 +55,7 @@ def batch_of(dataset: Dataset, share: Any, explicit: bool, rank: int = 0, world_
         dataset,
         replace(dataset.schema, features=dataset.schema.features[:1]),
         batch_size=100,
-        max_length=15,
+        max_length=25,
         share=share,
         group_positions=10,
         seed=0,
