@@ -33,6 +33,8 @@ def made() -> Dataset:
     features = (Feature("kind", "event", "number"), Feature("shown", "event", "ids", "item"))
     schema = replace(dataset.schema, features=(*dataset.schema.features, *features))
     kind = (random.random(USERS * 20) < 0.35).astype(np.float32)
+    # The end of a user and the beginning of the next one.
+    kind[38:42] = 1
     return replace(dataset, schema=schema, event_features={"kind": Column(kind), "shown": Column(shown, offsets)})
 
 
