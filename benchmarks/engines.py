@@ -1,11 +1,13 @@
-"""Candidates of faiss indexes instead of stage 1's own scan: how many of the exact ones they find, and in what time.
+"""Candidates of other engines instead of stage 1's own scan: how many of the exact ones they find, and in what time.
 
     logitmix export RUN --out DIR --faiss --faiss-hnsw --faiss-ivfpq
     python -m benchmarks.engines DIR [--kept 1000] [--queries 200]
 
 Exact are the `--kept` largest products of FP32 vectors of the h-indexer. Recall is the share of them that an engine
 finds; of the best 10, the share that stage 2 then still answers with, of what it makes of the exact candidates.
-Queries are histories of 20 random items. CPU time is that of a query, of one thread, 8 queries at once.
+Queries are histories of 20 random items. CPU time is that of a query, of one thread, 8 queries at once. Qdrant is its
+client's local mode, which scans FP32 vectors with numpy: all items, and with a filter those of even index, of which the
+exact ones are the largest products of these.
 """
 
 import time
@@ -27,6 +29,7 @@ from benchmarks.measure import machine
 from logitmix.modules.stage1 import hindexer_topk
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
+from logitmix.trainer.export.indexes import to_qdrant
 
 AT_ONCE, HISTORY, K = 8, 20, 10
 PROBES, VIEWS = (8, 32, 128), (1000, 2000, 4000)
@@ -53,9 +56,8 @@ def main(options: Options) -> None:
     ]
     query_BH = retriever.query_sides(asked)["hindexer.0"]
     rows: list[dict[str, Any]] = []
-    exact: np.ndarray | None = None
-    best: list[set[str]] = []
-    for name, megabytes, search in _engines(Path(options.directory), retriever, options.kept):
+    exact: dict[bool, tuple[np.ndarray, list[set[str]]]] = {}
+    for name, megabytes, search, is_filtered in _engines(Path(options.directory), retriever, options.kept):
         start, found = time.process_time(), []
         for part_BH in query_BH.split(AT_ONCE):
             found.append(search(part_BH))
@@ -64,15 +66,14 @@ def main(options: Options) -> None:
             {row["id"] for row in retriever.recommend([{**of, "allowed": [ids[int(i)] for i in row if i >= 0]}], K)[0]}
             for of, row in zip(asked, items, strict=True)
         ]
-        if exact is None:
-            exact, best = items, ranked
-        shared = [len(set(a) & set(b)) for a, b in zip(items.tolist(), exact.tolist(), strict=True)]
+        every, best = exact.setdefault(is_filtered, (items, ranked))
+        shared = [len(set(a) & set(b)) for a, b in zip(items.tolist(), every.tolist(), strict=True)]
         rows.append(
             {
                 "engine": name,
                 "mb": megabytes,
                 "cpu_ms": taken / options.queries * 1000,
-                "recall": sum(shared) / exact.size,
+                "recall": sum(shared) / every.size,
                 "best": sum(len(a & b) for a, b in zip(ranked, best, strict=True)) / sum(map(len, best)),
             }
         )
@@ -84,30 +85,60 @@ def main(options: Options) -> None:
     Console(width=120).print(table)
 
 
-def _engines(directory: Path, retriever: Retriever, kept: int) -> list[tuple[str, float, Search]]:
-    """Names, sizes and searches; the exact one first."""
+def _engines(directory: Path, retriever: Retriever, kept: int) -> list[tuple[str, float, Search, bool]]:
+    """Names, sizes, searches, and whether these are for items of even index alone; the exact ones first."""
 
-    def of_faiss(index: Any) -> Search:
-        return lambda query_BH: index.search(query_BH.numpy(), kept)[1]
+    def of_faiss(index: Any, **given: Any) -> Search:
+        return lambda query_BH: index.search(query_BH.numpy(), kept, **given)[1]
 
     def read(end: str) -> tuple[Any, float]:
         file = directory / f"hindexer{end}.faiss"
         return faiss.read_index(str(file)), file.stat().st_size / 1e6
 
     flat, size = read("")
-    found: list[tuple[str, float, Search]] = [("faiss flat", size, of_faiss(flat))]
+    found: list[tuple[str, float, Search, bool]] = [("faiss flat", size, of_faiss(flat), False)]
     ((_, corpus),) = retriever._ranker.corpora
     scan: Search = lambda query_BH: hindexer_topk(query_BH, corpus, kept).items_BK.numpy()  # noqa: E731
-    found.append(("hindexer_topk, INT8", corpus.blocks.numel() / 1e6, scan))
+    found.append(("hindexer_topk, INT8", corpus.blocks.numel() / 1e6, scan, False))
     for view in VIEWS:
         graph, size = read("-hnsw")
         graph.hnsw.efSearch = view
-        found.append((f"faiss HNSW32, ef {view}", size, of_faiss(graph)))
+        found.append((f"faiss HNSW32, ef {view}", size, of_faiss(graph), False))
     for probes in PROBES:
         lists, size = read("-ivfpq")
         lists.nprobe = min(probes, lists.nlist)
-        found.append((f"faiss IVF{lists.nlist},PQ{lists.pq.M}, {lists.nprobe} lists", size, of_faiss(lists)))
-    return found
+        found.append((f"faiss IVF{lists.nlist},PQ{lists.pq.M}, {lists.nprobe} lists", size, of_faiss(lists), False))
+    return found + _of_qdrant(directory, flat, kept, of_faiss)
+
+
+def _of_qdrant(
+    directory: Path, flat: Any, kept: int, of_faiss: Callable[..., Search]
+) -> list[tuple[str, float, Search, bool]]:
+    """With and without a filter; none where its client is not installed."""
+    try:
+        from qdrant_client import QdrantClient, models
+    except ModuleNotFoundError:
+        return []
+    client, size = QdrantClient(":memory:"), flat.ntotal * flat.d * 4 / 1e6
+    to_qdrant(directory, client, "items", ({"even": item % 2 == 0} for item in range(flat.ntotal)))
+    even = models.Filter(must=[models.FieldCondition(key="even", match=models.MatchValue(value=True))])
+
+    def search(condition: Any) -> Search:
+        def of(query_BH: Tensor) -> np.ndarray:
+            points = (
+                client.query_points("items", query=query, query_filter=condition, limit=kept, with_payload=False).points
+                for query in query_BH.tolist()
+            )
+            return np.array([[point.id for point in of_query] for of_query in points])
+
+        return of
+
+    sel = faiss.SearchParameters(sel=faiss.IDSelectorBatch(np.arange(0, flat.ntotal, 2)))
+    return [
+        ("Qdrant, local", size, search(None), False),
+        ("faiss flat, half of the items", size, of_faiss(flat, params=sel), True),
+        ("Qdrant, local, half of the items", size, search(even), True),
+    ]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from small_models import export_small, small_model
 
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer.export.indexes import INDEXES
+from logitmix.trainer.export.indexes import INDEXES, to_qdrant
 
 X = 300
 
@@ -69,27 +69,27 @@ def test_the_retriever_ranks_the_candidates_of_faiss(indexed: Path) -> None:
     assert_ranked(retriever, [retriever.raw_ids[int(item)] for item in items], [retriever.raw_ids[int(items[0])]])
 
 
-def test_the_retriever_ranks_the_candidates_of_qdrant(indexed: Path, vectors: torch.Tensor) -> None:
-    pytest.importorskip("qdrant_client")
+def test_the_retriever_ranks_the_candidates_of_qdrant(indexed: Path, vectors: torch.Tensor, tmp_path: Path) -> None:
+    pytest.importorskip("qdrant_client", exc_type=ImportError)
     from qdrant_client import QdrantClient, models
 
-    retriever = Retriever.load(indexed)
+    retriever, client = Retriever.load(indexed), QdrantClient(":memory:")
     (query,) = retriever.query_sides([{"history": [retriever.raw_ids[7]]}])["hindexer.0"].tolist()
-    rows = pq.read_table(indexed / "hindexer.parquet").to_pylist()
-    client = QdrantClient(":memory:")
-    size = models.VectorParams(size=len(query), distance=models.Distance.DOT)
-    client.create_collection("items", vectors_config=size)
-    points = [
-        models.PointStruct(
-            id=row["item"], vector=row["vector"], payload={"id": row["id"], "even": row["item"] % 2 == 0}
-        )
-        for row in rows
-    ]
-    client.upsert("items", points)
+    to_qdrant(indexed, client, "items", ({"even": item % 2 == 0} for item in range(X)))
     even = models.Filter(must=[models.FieldCondition(key="even", match=models.MatchValue(value=True))])
     found = client.query_points("items", query=query, query_filter=even, limit=40).points
     expected = (vectors[::2] @ torch.tensor(query)).topk(40).indices * 2
     assert {point.id for point in found} == set(expected.tolist())
     ids = [point.payload["id"] for point in found if point.payload]
     assert_ranked(retriever, ids, ids[:2])
+    # Another export takes its place under the same name, and so does the same one.
+    other = export_small(small_model("dot", 20, seed=3), tmp_path / "other")
+    for directory, count in ((other, 20), (other, 20), (other, 20), (indexed, X)):
+        to_qdrant(directory, client, "items", stage="similarity")
+        assert client.count("items").count == count and len(client.get_collections().collections) == 1
+    with pytest.raises(ValueError, match=r"there are 1 payloads for 20 items of .*; give one for each"):
+        to_qdrant(other, client, "items", [{}])
+    with pytest.raises(ValueError, match="has no vectors of the stage similarity; there are: hindexer"):
+        to_qdrant(export_small(small_model("mol", 20), tmp_path / "mol"), client, "items", stage="similarity")
+    assert client.count("items").count == X
     client.close()

@@ -1,15 +1,16 @@
-"""The items' vectors of an export for other engines of nearest neighbors: indexes of faiss, and a Parquet file for
-those that load their own.
+"""The items' vectors of an export for other engines of nearest neighbors: indexes of faiss, a Parquet file for those
+that load their own, and Qdrant.
 
 Axes: N items of a chunk, X items, H width of a vector.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +20,12 @@ from torch import Tensor
 from logitmix.modules.config import ModelConfig
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import Contents, Entries
+from logitmix.serving.directory.reader import read
 from logitmix.serving.items import Items, Stage, shard_of
 from logitmix.serving.model import trained_tower
+
+if TYPE_CHECKING:
+    from qdrant_client import QdrantClient
 
 CHUNK_ITEMS = 2**16
 """Items added to an index at once."""
@@ -157,23 +162,64 @@ def check_index(kind: Index, model: ModelConfig) -> None:
 
 def write_index(kind: Index, staging: Path, contents: Contents) -> Entries:
     """Writes the vectors of all items: hindexer and, for dot products, similarity, each with the kind's ending."""
+    entries, (end, making) = Entries(), INDEXES[kind]
+    for stage in _stages(contents.about.model):
+        file = staging / f"{stage}{end}"
+        with making(file, contents, partial(_vectors, contents, stage)) as made:
+            for vector_NH in _vectors(contents, stage):
+                made.add(vector_NH)
+        entries |= writer.extra_entry(staging, file.name)
+    return entries
+
+
+def to_qdrant(
+    directory: Path,
+    client: "QdrantClient",
+    name: str,
+    payloads: Iterable[Mapping[str, Any]] = (),
+    stage: Stage = "hindexer",
+) -> None:
+    """Writes the vectors of an export to Qdrant: points of a new collection, by the items' indices, with the raw `id`
+    and the item's payload, of which there are none or one for each item. Then the alias `name` is its name: who
+    searches by it finds all of the old export's items or all of the new one's.
+
+    ValueError if the model has no such stage, or for another number of payloads.
+    """
+    from qdrant_client import models
+
+    contents = read(directory)
+    if stage not in (there := _stages(contents.about.model)):
+        raise ValueError(f"{directory} has no vectors of the stage {stage}; there are: {', '.join(there) or 'none'}")
+    X, more = contents.about.num_items, list(payloads) or [{}] * contents.about.num_items
+    if len(more) != X:
+        raise ValueError(f"there are {len(more):,} payloads for {X:,} items of {directory}; give one for each")
+    before = {of.alias_name: of.collection_name for of in client.get_aliases().aliases}.get(name)
+    own = next(of for of in (f"{name}-{contents.digest[:16]}", f"{name}-again") if of != before)
+    # One that is there already is what is left of a writer that was killed.
+    client.delete_collection(own)
+    H = next(_vectors(contents, stage)).shape[1]
+    client.create_collection(own, vectors_config=models.VectorParams(size=H, distance=models.Distance.DOT))
+    every = (vector_H for vector_NH in _vectors(contents, stage) for vector_H in vector_NH.tolist())
+    rows = enumerate(zip(every, islice(contents.raw_ids, X), more, strict=True))
+    points = (models.PointStruct(id=at, vector=of, payload={**more, "id": id_}) for at, (of, id_, more) in rows)
+    client.upload_points(own, points, wait=True)
+    alias = models.CreateAlias(collection_name=own, alias_name=name)
+    changes: list[Any] = [models.CreateAliasOperation(create_alias=alias)]
+    if before:
+        changes.insert(0, models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=name)))
+    client.update_collection_aliases(changes)
+    if before:
+        client.delete_collection(before)
+
+
+def _vectors(contents: Contents, stage: Stage) -> Iterator[Tensor]:
+    """FP32, chunk by chunk, of all items."""
     about = contents.about
     tower = trained_tower(about.model, about.schema, contents.weights)
     shards = [shard_of(shard, about.item_cache, tower, contents.tables) for shard in contents.shards]
     items = Items(shards, torch.device("cpu"), range(len(shards) - bool(about.removed)))
-    entries, (end, making) = Entries(), INDEXES[kind]
-
-    def vectors(stage: Stage) -> Iterator[Tensor]:
-        for _, (vector_NH,) in items.all(stage, CHUNK_ITEMS):
-            yield vector_NH.float().contiguous()
-
-    for stage in _stages(about.model):
-        file = staging / f"{stage}{end}"
-        with making(file, contents, partial(vectors, stage)) as made:
-            for vector_NH in vectors(stage):
-                made.add(vector_NH)
-        entries |= writer.extra_entry(staging, file.name)
-    return entries
+    for _, (vector_NH,) in items.all(stage, CHUNK_ITEMS):
+        yield vector_NH.float().contiguous()
 
 
 def _stages(model: ModelConfig) -> list[Stage]:
