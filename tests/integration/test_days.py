@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ class Server:
                 kills, up, history = self.kills, self.up, chance.randrange(len(HISTORIES))
                 try:
                     answer = self.ask("/retrieve", {"history": HISTORIES[history], "k": K})
-                except OSError:
+                except (OSError, HTTPException):
                     assert not up or kills != self.kills, "an answer was lost"
                     time.sleep(0.1)
                     continue
