@@ -73,6 +73,7 @@ from logitmix.serving.texts import Texts
 
 DELTA = Checked("logitmix export delta", 2)
 DELTA_MANIFEST, ROWS = "delta.json", "rows.safetensors"
+_READINGS = 3
 _FIELDS = ("number", "applies_to", "manifest", "computed", "scales", "files")
 
 Columns = dict[str, list[Values]]
@@ -144,17 +145,7 @@ def stamps(folder: Path) -> tuple[tuple[Any, ...], ...]:
 def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[Delta], str]:
     """The deltas of a folder that follow an export with this digest, in order, and one line that says why the rest does
     not; empty where there is no rest. `number` is that of the last delta that the export has, if that is known."""
-    by_number: dict[int, list[Delta]] = defaultdict(list)
-    problems = []
-    for name, *_ in stamps(folder):
-        try:
-            delta = read_delta(folder / name)
-        except FileNotFoundError:  # it has gone
-            continue
-        except (ValueError, OSError) as error:
-            problems.append(" ".join(str(error).split()))
-        else:
-            by_number[delta.number].append(delta)
+    by_number, problems = _read_deltas(folder)
     order = sorted(by_number)
     for at in order:
         if len(by_number[at]) > 1:
@@ -183,6 +174,25 @@ def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[De
         found.append(delta)
         digest = delta.gives
     return found, "; ".join(problems)
+
+
+def _read_deltas(folder: Path) -> tuple[dict[int, list[Delta]], list[str]]:
+    """The deltas of a folder by number, and why others cannot be read. Where some go while they are read, what is left
+    of those that an export has may look like a chain with gaps, so they are read again."""
+    for _ in range(_READINGS):
+        there, by_number, problems = stamps(folder), defaultdict[int, list[Delta]](list), list[str]()
+        for name, *_ in there:
+            try:
+                delta = read_delta(folder / name)
+            except FileNotFoundError:  # it has gone
+                continue
+            except (ValueError, OSError) as error:
+                problems.append(" ".join(str(error).split()))
+            else:
+                by_number[delta.number].append(delta)
+        if stamps(folder) == there:
+            break
+    return by_number, problems
 
 
 def all_applied(contents: Contents, deltas: Sequence[Delta]) -> tuple[Contents, str]:

@@ -242,6 +242,22 @@ def test_deltas_that_an_export_has_are_removed_while_a_server_looks(
         assert delta.chain(chain.deltas, digest) == ([], "")
 
 
+def test_deltas_that_an_export_has_go_faster_than_they_are_read(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one alone is read: it looks as if the first one were missing."""
+    fold(chain.base, chain.deltas, chain.base, overwrite=True)
+    shutil.rmtree(chain.deltas / "d1")
+    read_delta = delta.read_delta
+
+    def reading(folder: Path) -> delta.Delta:
+        found = read_delta(folder)
+        for name in ("d2", "d3"):
+            shutil.rmtree(chain.deltas / name)
+        return found
+
+    monkeypatch.setattr(delta, "read_delta", reading)
+    assert delta.chain(chain.deltas, reader.read(chain.base).digest) == ([], "")
+
+
 def test_what_a_killed_process_left_is_no_delta(chain: Chain) -> None:
     """A delta has its name once it is complete: whoever is killed before leaves hidden folders."""
     half = shutil.copytree(chain.deltas / "d2", chain.deltas / ".d4.0123abcd.part")
