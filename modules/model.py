@@ -108,7 +108,7 @@ def mutual_information(
     The ranks' shares, and their gradients, add up to those of all pairs on one rank.
     """
     weight_T = gates_TM.new_ones(len(gates_TM)) if weight_T is None else weight_T
-    own_M = weight_T @ gates_TM
+    own_M = (weight_T[None] @ gates_TM)[0]
     mean_M = (own_M + (sum_over_ranks(own_M.detach()) - own_M.detach())) / total
     of_mean = -_log_sum(mean_M)
     # Each rank knows it whole and has its whole gradient, so only the value is shared out.

@@ -154,6 +154,7 @@ def test_two_gpus_give_what_two_processes_give(featured: Path, library: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_two_gpus_in_more_ways(featured: Path, library: Path) -> None:
     # In FP8, a gradient that rounding has on the other side of a step is an eighth larger.
     cases = {name: {"comm.forward": "fp32", "comm.backward": "fp32", **of} for name, of in {**PAIRS, **MORE}.items()}
