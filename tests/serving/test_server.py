@@ -354,7 +354,7 @@ def test_an_answer_says_what_answered(server: Running) -> None:
     items = found.pop("items")
     assert (status, found) == (200, known)
     assert_alike(items, retriever.rows(["id 7", "id 14"], 3))
-    about = {"status": "ok", **known, "num_items": X, "refused": None}
+    about = {"status": "ok", **known, "num_items": X, "attributes": None, "refused": None}
     assert server.ask(b"", "GET", "/healthz") == (200, about)
     assert server.ask(b"", "GET", "/readyz") == (200, {"status": "ready"})
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(known.items()))
@@ -907,13 +907,17 @@ def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest
 
 
 def test_the_item_of_the_very_id_comes_first() -> None:
-    retriever: Any = SimpleNamespace(raw_ids=in_order(["10", "1", "2"]), titles=None, files=MappedFiles({}))
+    retriever: Any = SimpleNamespace(
+        raw_ids=in_order(["10", "1", "2"]), num_items=3, titles=None, files=MappedFiles({})
+    )
     assert [row["id"] for row in search(retriever, "1", 5)["items"]] == ["1", "10"]
 
 
 def test_items_are_searched_by_words_and_with_slips() -> None:
     titles = in_order(["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"])
-    retriever: Any = SimpleNamespace(raw_ids=in_order(["1", "2", "3", "4"]), titles=titles, files=MappedFiles({}))
+    retriever: Any = SimpleNamespace(
+        raw_ids=in_order(["1", "2", "3", "4"]), num_items=4, titles=titles, files=MappedFiles({})
+    )
     for query, ids in {
         "night": "123",
         "night the": "13",
