@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 
 from logitmix.common.messages import tell
-from logitmix.modules.schema import ITEM
+from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving.columns import Column
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.delta import differ, rows_as_shard
@@ -127,7 +128,7 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
     if not (left := int(stays_X.sum()) + len(back_N) + added):
         raise ValueError(f"no item of {X:,} would be left; an export needs at least one")
 
-    changed = _changed(contents, columns, ids, place_N)
+    changed = _changed(contents, columns, ids, place_N, said)
     of_ids = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else []
     titles = dict(zip(ids, of_ids, strict=False))
     known = {raw_id: int(place) for raw_id, place in zip(ids, place_N, strict=True) if place < X}
@@ -223,12 +224,19 @@ def _bounds(contents: Contents) -> list[int]:
 
 
 def _changed(
-    contents: Contents, columns: Mapping[str, pa.Array], ids: Sequence[str], place_N: np.ndarray
+    contents: Contents,
+    columns: Mapping[str, pa.Array],
+    ids: Sequence[str],
+    place_N: np.ndarray,
+    said: Console | None,
 ) -> list[_Rows]:
     """As of a plan; the table's items are in the order of their places."""
     schema, bounds = contents.about.schema, _bounds(contents)
     reader, features = FeatureReader(schema, contents.vocabularies), {of.name: of for of in schema.of("item")}
     given = {name: as_in_requests(features[name], column) for name, column in columns.items() if name in features}
+    for name, cells in given.items():
+        if said and features[name].sparse and (line := _said_of_unknown(reader, features[name], cells)):
+            tell(said, line)
     found = []
     for number, (first, stop) in enumerate(pairwise(np.searchsorted(place_N, [*bounds, bounds[-1] + 1]).tolist())):
         some, records = ids[first:stop], [{name: of[row] for name, of in given.items()} for row in range(first, stop)]
@@ -248,6 +256,18 @@ def _changed(
         own_ids = [some[row] for row in at.tolist()]
         found.append(_Rows(place[at], own_ids, ItemInputs(own, read).take(torch.from_numpy(at))))
     return found
+
+
+def _said_of_unknown(reader: FeatureReader, feature: Feature, cells: Sequence[Any]) -> str:
+    """How many values of a column are not in the vocabulary; empty if all are."""
+    listed = (each for cell in cells for each in (cell if isinstance(cell, list) else [cell]))
+    texts = sorted({each if isinstance(each, str) else each[0] for each in listed if each is not None} - {""})
+    unknown_row = reader.schema.table(feature.table).unknown
+    unknown = [text for text, row in zip(texts, reader.rows(feature.table, texts), strict=True) if row == unknown_row]
+    if not unknown:
+        return ""
+    of = f"{len(unknown):,} of {len(texts):,} values of {feature.name} are not in the export, such as {unknown[0]!r}"
+    return f"{of}: to the model they are as a missing one"
 
 
 def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path) -> tuple[About, Entries]:
