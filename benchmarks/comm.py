@@ -42,7 +42,7 @@ from rich.table import Table
 from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
-from logitmix.launch.processes import free_port
+from logitmix.launch.processes import held_port
 from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
@@ -123,8 +123,10 @@ class Wire:
     @contextmanager
     def ranks(self, words: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
         """Runs `words` on both ranks; none of them still runs on exit."""
-        address, interface, port = ("10.0.0.1", DEVICE, 29500) if self.throttled else ("127.0.0.1", "lo", free_port())
+        address, interface = ("10.0.0.1", DEVICE) if self.throttled else ("127.0.0.1", "lo")
         processes: list[subprocess.Popen[str]] = []
+        held = ExitStack()
+        port = 29500 if self.throttled else held.enter_context(held_port())
         try:
             for rank in range(RANKS):
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": address}
@@ -144,6 +146,7 @@ class Wire:
             for process in processes:
                 with process:  # which closes its pipe and waits
                     process.kill()
+            held.close()
 
 
 @contextmanager

@@ -151,10 +151,12 @@ def _ranks(
     words: Sequence[str], count: int, said: Sequence[IO[str]], threads: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; none of them runs any more on exit."""
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     ranks: list[subprocess.Popen[bytes]] = []
-    try:
+    with ExitStack() as stack:
+        common |= {"MASTER_PORT": stack.enter_context(held_port())}
+        stack.callback(_end, ranks)
         for rank in range(count):
             place = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             own = said[rank - 1] if rank else None
@@ -170,10 +172,12 @@ def _ranks(
                 )
             )
         yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
@@ -244,8 +248,11 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of the loopback that is given to nobody meanwhile. Only who names it, with SO_REUSEADDR, can listen
+    there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])

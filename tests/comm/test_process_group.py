@@ -20,7 +20,7 @@ from logitmix.comm import process_group as module
 from logitmix.comm.collectives import agreed, barrier
 from logitmix.comm.heartbeat import Heartbeat
 from logitmix.comm.process_group import LAUNCHER_VARIABLES, LostRank, process_group
-from logitmix.launch.processes import free_port
+from logitmix.launch.processes import held_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TIMEOUT_SECONDS = 60
@@ -102,12 +102,22 @@ def listening_as_a_rank(port: int, agent_hosts: bool) -> tuple[str, set[str]]:
 @pytest.mark.parametrize("agent_hosts", [True, False], ids=["torchrun", "processes"])
 def test_ranks_of_one_host_listen_on_the_loopback_only(agent_hosts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    interfaces, of_ranks = zip(*two_ranks.run(listening_as_a_rank, free_port(), agent_hosts), strict=True)
+    with held_port() as port:
+        interfaces, of_ranks = zip(*two_ranks.run(listening_as_a_rank, port, agent_hosts), strict=True)
     # A host whose name is that of the loopback, as in many containers, would listen there by itself.
     assert interfaces == ("lo", "lo")
     assert len(of_ranks[0]) == (1 if agent_hosts else 2) and len(of_ranks[1]) == 1
     for address in set.union(*of_ranks):
         assert address.startswith(("0100007F", "0" * 24 + "01000000"))
+
+
+def test_a_held_port_is_only_for_who_names_it() -> None:
+    with held_port() as port, socket.socket() as one, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", port))
+        one.listen()
 
 
 def test_an_error_leaves_no_group_behind() -> None:
