@@ -392,6 +392,10 @@ def test_titles_of_actions_are_the_last_in_time_that_is_there(shop: Path) -> Non
             prepared(file, **sides)
 
 
+COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
+"""Not of a test: what is left of its memory may be freed after it, by Arrow's threads."""
+
+
 def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 bytes for each action and its distinct texts once, which all actions together would have in 200 MB."""
     monkeypatch.setattr(tabular, "BLOCK_ROWS", 1000)
@@ -399,13 +403,12 @@ def test_titles_of_actions_take_as_much_memory_as_any_text(shop: Path, monkeypat
     title = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000), pa.array(["x" * 4000]))
     file = parquet_of(shop, made | {"title": title})
     usual = pa.default_memory_pool()
-    counted = pa.proxy_memory_pool(usual)
-    pa.set_memory_pool(counted)
+    pa.set_memory_pool(COUNTED)
     try:
         assert titles(prepared(file)[0]) == ["x" * 4000]
     finally:
         pa.set_memory_pool(usual)
-    assert 50_000 * 16 < counted.max_memory() < 20_000_000
+    assert 50_000 * 16 < COUNTED.max_memory() < 20_000_000
 
 
 def test_more_text_than_arrow_holds_is_one_line(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
