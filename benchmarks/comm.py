@@ -123,30 +123,25 @@ class Wire:
     @contextmanager
     def ranks(self, words: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
         """Runs `words` on both ranks; none of them still runs on exit."""
-        address, interface = ("10.0.0.1", DEVICE) if self.throttled else ("127.0.0.1", "lo")
         processes: list[subprocess.Popen[str]] = []
-        held = ExitStack()
-        port = 29500 if self.throttled else held.enter_context(held_port())
-        try:
+        with held_port() as free, ExitStack() as stack:
+            address, interface, port = ("10.0.0.1", DEVICE, 29500) if self.throttled else ("127.0.0.1", "lo", free)
             for rank in range(RANKS):
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": address}
                 place |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": 1}
                 inside = ["ip", "netns", "exec", self.namespaces[rank]] if self.throttled else []
-                processes.append(
-                    subprocess.Popen(
-                        [*inside, *words],
-                        env=os.environ | {key: str(value) for key, value in place.items()},
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
+                process = subprocess.Popen(
+                    [*inside, *words],
+                    env=os.environ | {key: str(value) for key, value in place.items()},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
                 )
+                # It is killed, its pipe closed, and waited for.
+                stack.enter_context(process)
+                stack.callback(process.kill)
+                processes.append(process)
             yield processes
-        finally:
-            for process in processes:
-                with process:  # which closes its pipe and waits
-                    process.kill()
-            held.close()
 
 
 @contextmanager

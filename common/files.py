@@ -29,6 +29,15 @@ def other_kind(path: Path) -> str:
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
 
 
+def file_stamp(file: Path) -> tuple[int, int, int] | None:
+    """Differs between the files that are at this path one after the other; None if there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def require_file(path: Path) -> None:
     """ValueError if something else than a file is at this path: a pipe would be waited for, a device read for ever."""
     if kind := other_kind(path):

@@ -151,12 +151,12 @@ def _ranks(
     words: Sequence[str], count: int, said: Sequence[IO[str]], threads: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes; none of them runs any more on exit."""
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
-    common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     ranks: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
-        common |= {"MASTER_PORT": stack.enter_context(held_port())}
+        port = stack.enter_context(held_port())
         stack.callback(_end, ranks)
+        common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        common |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
         for rank in range(count):
             place = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             own = said[rank - 1] if rank else None

@@ -63,23 +63,21 @@ class Column:
         neither for those that have none. `=` takes several values, of which one must be equal. ValueError that begins
         with "is" for a value that cannot be compared."""
         values, numbers = self.values[part].numpy(), [self._literal(value, sign) for value in wanted]
-        known = values != NONE if self.texts is not None else ~np.isnan(values)
+        known = ~self._lacks(values)
         found = np.isin(values, numbers) if sign == "=" else _COMPARED[sign](values, numbers[0])
         return found & known, ~found & known
 
     def missing(self, part: slice) -> np.ndarray:
         """Which have none."""
-        values = self.values[part].numpy()
-        return values == NONE if self.texts is not None else np.isnan(values)
+        return self._lacks(self.values[part].numpy())
 
     def labels(self, items: np.ndarray) -> list[float | None]:
         """Of some items, what is equal for those with equal values; None for those that have none."""
-        found = self.values.numpy()[items].tolist()
-        return (
-            [None if value == NONE else value for value in found]
-            if self.texts is not None
-            else [None if math.isnan(value) else value for value in found]
-        )
+        found = self.values.numpy()[items]
+        return [None if lacks else value for value, lacks in zip(found.tolist(), self._lacks(found), strict=True)]
+
+    def _lacks(self, values: np.ndarray) -> np.ndarray:
+        return values == NONE if self.texts is not None else np.isnan(values)
 
     def _literal(self, text: str, sign: str) -> float:
         if self.texts is not None:
@@ -87,12 +85,15 @@ class Column:
                 raise ValueError(f"is compared by {sign}, but the column is text: give =, !=, in, or is null")
             place = self.texts.find(text) if len(self.texts) else None
             return _ABSENT if place is None else place
-        if (number := _number(text)) is None and self.kind == "time":
-            number = _seconds(text)
-        if number is None:
+        if (number := self._number(text)) is None:
             needs = "a date such as 2024-01-31" if self.kind == "time" else "a number"
             raise ValueError(f"is {text!r:.40}; it must be {needs}, as the column's values are")
         return number
+
+    def _number(self, text: str) -> float | None:
+        """Of a number or, in a column of times, a date."""
+        number = _number(text)
+        return _seconds(text) if number is None and self.kind == "time" else number
 
     def value(self, given: Any) -> float | str | None:
         """A value as JSON and tables of text have it. ValueError that begins with "is" for one of another kind."""
@@ -103,9 +104,7 @@ class Column:
             return id_text(given)
         found = None
         if isinstance(given, str):
-            found = _number(given.strip())
-            if found is None and self.kind == "time":
-                found = _seconds(given.strip())
+            found = self._number(given.strip())
         elif isinstance(given, int | float):
             found = float(given)
         if found is None or not math.isfinite(found):

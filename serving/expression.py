@@ -99,8 +99,7 @@ class Filters:
             raise ValueError(f"limit is {limit!r:.40}; it must be numbers by column, such as {{'category': 3}}")
         for name, most in limit.items():
             if name not in self.columns:
-                near, there = nearest(str(name), list(self.columns)), ", ".join(self.columns) or "none"
-                raise ValueError(f"limit: no column {name!r:.80}{near}; there are: {there}")
+                raise ValueError(f"limit: {_no_column(name, self.columns)}")
             try:
                 from_one(most)
             except ValueError as error:
@@ -191,8 +190,7 @@ class _Parser:
         if self.conditions > _CONDITIONS:
             raise self._error(f"there are more than {_CONDITIONS} conditions; write NAME in (VALUE, …)", place)
         if name not in self.columns:
-            there = ", ".join(self.columns) or "none"
-            raise self._error(f"no column {name!r:.80}{nearest(name, list(self.columns))}; there are: {there}", place)
+            raise self._error(_no_column(name, self.columns), place)
         column = self.columns[name]
         if self._take("is"):
             is_not = self._take("not")
@@ -254,6 +252,10 @@ class _Parser:
     def _error(self, why: str, place: int | None = None) -> ValueError:
         place = self._token[2] if place is None else place
         return ValueError(f"where {cut(self.text, 200)!r}, at character {place + 1}: {why}")
+
+
+def _no_column(name: Any, columns: Mapping[str, Column]) -> str:
+    return f"no column {name!r:.80}{nearest(str(name), list(columns))}; there are: {', '.join(columns) or 'none'}"
 
 
 def _opposite(of: Condition) -> Condition:

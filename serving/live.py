@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
+from logitmix.common.files import file_stamp
 from logitmix.common.storage import fetch, is_copy
 from logitmix.serving.attributes import Changes, read_changes, with_changes
 from logitmix.serving.columns import Kind
@@ -55,7 +56,7 @@ class LiveExport:
         if attributes and not attributes.is_file():
             raise ValueError(f"there is no file {attributes}; make it, or give another --attributes")
         self._attributes, self._turn = attributes, Lock()
-        self._seen_attributes: tuple[int, ...] = ()
+        self._seen_attributes: tuple[int, int, int] | None = None
         self._changes, self._kinds = Changes(), dict[str, Kind]()
         self._applied_to: Retriever | None = None
         self.changed, self.refused_attributes = "", ""
@@ -185,14 +186,14 @@ class LiveExport:
     def look_at_attributes(self) -> None:
         """Takes over the file of attributes, if it or the export is another one than at the last look."""
         assert self._attributes is not None
-        if self._applied_to is not self.retriever or _stamp(self._attributes) not in (self._seen_attributes, ()):
+        if self._applied_to is not self.retriever or file_stamp(self._attributes) not in (self._seen_attributes, None):
             self._change(self.retriever)
 
     def _change(self, retriever: Retriever) -> None:
         """Gives a retriever the values in the file of attributes; those from before, if it is not as it must be."""
         assert self._attributes is not None
         with self._turn:
-            self._applied_to, self._seen_attributes = retriever, _stamp(self._attributes)
+            self._applied_to, self._seen_attributes = retriever, file_stamp(self._attributes)
             before = self.changed, self.refused_attributes
             try:
                 self._changes = read_changes(self._attributes, retriever.columns)
@@ -221,15 +222,6 @@ class LiveExport:
             self.refused = problem or refused
         self._base = there, contents
         return contents
-
-
-def _stamp(file: Path) -> tuple[int, ...]:
-    """Differs when it is another file; () where there is none for a moment."""
-    try:
-        of = file.stat()
-    except OSError:
-        return ()
-    return of.st_ino, of.st_mtime_ns, of.st_size
 
 
 def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:

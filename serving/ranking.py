@@ -216,15 +216,19 @@ class Ranker:
         for row, of in enumerate(may):
             if of is not None:
                 rows_of.setdefault(of, []).append(row)
-        out = [(rows, torch.from_numpy(~of.mask).to(device)) for of, rows in rows_of.items()]
+        row_B1 = torch.arange(len(without))[:, None]
+        out = [
+            (torch.isin(row_B1, torch.tensor(rows)).to(device), torch.from_numpy(~of.mask).to(device))
+            for of, rows in rows_of.items()
+        ]
         chunk = max(1, NUMBERS[device.type] // (len(without) * similarity.pair_numbers))
         for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
             place_T = item_T - int(index_N[0])
             inside_T = (place_T >= 0) & (place_T < len(index_N))
             score_BN[row_T[inside_T], place_T[inside_T]] = -torch.inf
-            for rows, out_X in out:
+            for is_asked_B1, out_X in out:
                 out_N = out_X[int(index_N[0]) : int(index_N[0]) + len(index_N)]
-                score_BN[rows] = score_BN[rows].masked_fill(out_N, -torch.inf)
+                score_BN.masked_fill_(is_asked_B1 & out_N, -torch.inf)
             best_BK = merge(best_BK, best_keys(score_BN, index_N[None], k), k)
         return best_BK
 

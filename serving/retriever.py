@@ -354,7 +354,7 @@ class Retriever:
         """Keys [B, k] of the best items within the limits, or fewer than k if there are fewer items. `ranked` has the
         best keys of some rows without limits, as many as it is told. More of the ranking is looked at where its first
         part does not suffice, and the whole at last: what is left is the same."""
-        rows, self._ranker.group.missed = list(range(len(limits))), ()
+        self._ranker.group.missed, rows = (), list(range(len(limits)))
         if not any(limits):
             return ranked(rows, k)
         best_BK, most = torch.full((len(limits), min(k, self.num_items)), NOTHING), _FIRST * k

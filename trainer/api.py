@@ -119,8 +119,8 @@ def compare(
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Simple and learned methods on a dataset directory, each with so many minutes; returns the content of the folder's
-    compare.json. The settings are by name, of the sections data and evaluate, or
-    model.features: {"data.split": "time"}."""
+    compare.json. The settings are by name, of the sections data and evaluate, or model.features: {"data.split":
+    "time"}."""
     for name, value, kinds in (("minutes", minutes, (int, float)), ("threads", threads, (int,))):
         require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")
     require(not isinstance(methods, str), "methods", f"{methods!r:.40}", "a list")

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from logitmix.common.checked import check_file, fields_of, require_fields
-from logitmix.common.files import require_tensors
+from logitmix.common.files import file_stamp, require_tensors
 from logitmix.common.mappings import brief
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM
@@ -65,11 +65,7 @@ def read(path: Path, part: int = 0, parts: int = 1) -> Contents:
 
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """Differs between the exports that are at this path one after the other; None if there is none."""
-    try:
-        status = (path / MANIFEST).stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    return file_stamp(path / MANIFEST)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

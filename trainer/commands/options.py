@@ -15,8 +15,6 @@ from logitmix.common.plugins import references
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from logitmix.comm.process_group import Ranks
     from logitmix.trainer.config import HistoryRule
 
@@ -91,16 +89,6 @@ class ScaleOption:
 class ItemProcessesOption(ProcessesOption):
     processes: int = 1
     """Processes to start on this host, which share the items; torchrun starts its own."""
-
-
-@contextlib.contextmanager
-def items_group(command: str) -> "Iterator[ProcessGroup | None]":
-    """The group of the ranks that share an export's items; None where no launcher has started this process."""
-    if not launched():
-        yield None
-        return
-    with ranks_of(command) as ranks:
-        yield ranks.group
 
 
 @contextlib.contextmanager

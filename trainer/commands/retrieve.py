@@ -1,6 +1,7 @@
 """`logitmix retrieve`: the top items for a history, or for each request of a file."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from logitmix.common.messages import show, shown
-from logitmix.launch.processes import is_main
+from logitmix.launch.processes import is_main, launched
 from logitmix.trainer.commands.options import (
     ExportPlace,
     ItemProcessesOption,
     JSONOption,
     excludes_history,
-    items_group,
+    ranks_of,
 )
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
 from logitmix.trainer.config import HistoryRule
@@ -78,8 +79,8 @@ def run(words: list[str]) -> None:
     arguments.start_ranks("retrieve", words)
     from logitmix.serving.retriever import Retriever
 
-    with items_group("retrieve") as group:
-        retriever = Retriever.load(arguments.directory, group=group)
+    with ranks_of("retrieve") if launched() else nullcontext() as ranks:
+        retriever = Retriever.load(arguments.directory, group=ranks.group if ranks else None)
         if is_main():
             show_items(retriever, arguments)
             retriever.release()

@@ -177,6 +177,11 @@ class TrainingBatches:
                 "model.loss.negatives is 0: all items are negatives of each target already; set it to a number such as "
                 "128, or leave data.negatives out"
             )
+        if explicit and in_batch:
+            raise ValueError(
+                f"model.loss.in_batch is {in_batch}, whose correction (logQ) is for negatives that are drawn, not for "
+                "those of data.negatives; set model.loss.in_batch to 0, or leave data.negatives out"
+            )
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
         held_out = held_out or leave_one_out(dataset)
         trained_U = require_trained(dataset, held_out)
@@ -204,11 +209,6 @@ class TrainingBatches:
         self.left_out = len(longer), int((longer - max_length).sum())
         # With a stride, a user has several: new actions are in the last one.
         self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
-        if explicit and in_batch:
-            raise ValueError(
-                f"model.loss.in_batch is {in_batch}, whose correction (logQ) is for negatives that are drawn, not for "
-                "those of data.negatives; set model.loss.in_batch to 0, or leave data.negatives out"
-            )
         self.in_batch, self.weights, self.explicit = in_batch, weights, explicit
         self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.user_S)

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from logitmix.common.mappings import nearest
 from logitmix.modules.schema import ITEM
+from logitmix.trainer.config import conditions_of
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
@@ -24,7 +25,8 @@ class ExplicitNegatives:
         neither a list of items nor a condition, and for a list whose values are no items of the dataset."""
         self.dataset, self.names, self.places = dataset, names, places
         self._rows = negative_places(dataset, names)
-        self._lists = {name: _items_of(dataset, name) for name in names if name.isidentifier()}
+        conditions = conditions_of(names)
+        self._lists = {name: _items_of(dataset, name) for name in names if name not in conditions}
 
     def of(self, place_Q: Ints, first_Q: Ints, most: int) -> tuple[Ints, Ints]:
         """The targets [E], in order, and their items [E]; of each target the last `most`. The items of lists are those

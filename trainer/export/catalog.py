@@ -349,11 +349,16 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
     return Texts(torch.from_numpy(texts.copy()), torch.from_numpy(bounds - bounds[0]))
 
 
+def as_arrow(texts: Texts) -> pa.Array:
+    """The other way round."""
+    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
+    return pa.LargeStringArray.from_buffers(len(texts), *buffers)
+
+
 def in_order(texts: Texts, what: str, blanks: bool = False) -> Texts:
     """Texts with the order for finding them, equal ones by rising index; ValueError if two are the same, unless they
     are empty and there may be `blanks`. `what` they name: "raw_ids name an item"."""
-    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
-    array = pa.LargeStringArray.from_buffers(len(texts), *buffers)
+    array = as_arrow(texts)
     order = pc.sort_indices(array)
     ordered = array.take(order)
     twice = pc.equal(ordered[1:], ordered[:-1])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from logitmix.common.mappings import nearest
-from logitmix.serving.columns import NONE, Column, Kind, ordered
+from logitmix.serving.columns import NONE, Column, Kind
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.arrow import as_numpy, is_number, is_text, is_time
 from logitmix.trainer.data.dataset import Dataset
@@ -153,7 +154,8 @@ def _of_texts(name: str, texts: pa.StringArray) -> Column:
     distinct = distinct.sort()
     places = pc.index_in(texts, value_set=distinct).fill_null(NONE) if len(distinct) else pa.array([NONE] * len(texts))
     found = torch.from_numpy(as_numpy(places).astype(np.int32))
-    return Column("text", found, ordered(Texts.of(distinct.to_pylist())))
+    # Arrow sorts by bytes, as texts are found.
+    return Column("text", found, replace(Texts.of(distinct.to_pylist()), order=torch.arange(len(distinct))))
 
 
 def _exact(numbers: pa.Array) -> bool:

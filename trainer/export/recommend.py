@@ -38,12 +38,12 @@ from logitmix.serving.encoding import Histories
 from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.request import UNKNOWN, Options
 from logitmix.serving.retriever import Retriever
-from logitmix.serving.texts import ABSENT, Texts
+from logitmix.serving.texts import ABSENT
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, values_of
 from logitmix.trainer.data.times import UNITS
-from logitmix.trainer.export.catalog import read_ids
+from logitmix.trainer.export.catalog import as_arrow, read_ids
 from logitmix.trainer.export.columns import AsNeeded, dataset_columns, read_items
 from logitmix.trainer.export.export import export
 from logitmix.trainer.progress import counting
@@ -138,6 +138,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
             shutil.rmtree(asked.parts, ignore_errors=True)
         raise
+    parts = _parts(asked.boost_new, histories.new if asked.boost_new else None, only)
     job = {
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
@@ -162,7 +163,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
                 for number in missing[ranks.rank :: ranks.world_size]:
                     _write_part(
                         asked.parts / _PART.format(number),
-                        _answers(retriever, histories, blocks[number], asked, only),
+                        _answers(retriever, histories, blocks[number], asked, parts),
                     )
                     advance(len(blocks[number]) * ranks.world_size)
 
@@ -259,21 +260,27 @@ def _some(allowed: Allowed, which: str, tell: Callable[[str], None]) -> Allowed:
     return allowed
 
 
+def _parts(
+    boost: float, new: tuple[NDArray[np.bool_], float] | None, only: Allowed | None
+) -> list[tuple[Allowed | None, float]]:
+    """Items that are ranked by themselves, and what is added to their scores: the best of each part are among the best
+    of both, whatever is added."""
+    if not new:
+        return [(only, 0.0)]
+    parts = (Allowed.of(~new[0]), 0.0), (Allowed.of(new[0]), boost)
+    return [(of if only is None else of & only, added) for of, added in parts]
+
+
 def _answers(
     retriever: Retriever,
     histories: "_OfUsers | _OfItems",
     block: Ints,
     asked: Asked,
-    only: Allowed | None,
+    parts: Sequence[tuple[Allowed | None, float]],
 ) -> pa.Table:
     """The best items of some users, one row for each."""
     options = asked.options
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
-    parts: list[tuple[Allowed | None, float]] = [(only, 0.0)]
-    if asked.boost_new and histories.new:
-        # The best items of each part are among the best of both, whatever is added.
-        new, others = (Allowed.of(of) for of in (histories.new[0], ~histories.new[0]))
-        parts = [(of if only is None else of & only, boost) for of, boost in ((others, 0.0), (new, asked.boost_new))]
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
     score_BK = np.empty(item_BK.shape, np.float32)
     order_B = block.argsort()
@@ -462,8 +469,3 @@ def _of_one(retriever: Retriever, items: list[int], user: Mapping[str, Values]) 
 def _unknown(retriever: Retriever, owner: Owner, count: int) -> dict[str, Values]:
     zero_R = torch.zeros(count, dtype=torch.int64)
     return {name: of.take(zero_R) for name, of in retriever.features.read(owner, [{}], [""]).items()}
-
-
-def as_arrow(texts: Texts) -> pa.Array:
-    buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
-    return pa.LargeStringArray.from_buffers(len(texts), *buffers)
