@@ -46,7 +46,8 @@ class DataConfig:
     negatives: tuple[str, ...] = ()
     """Explicit negatives of a target, which take the place of the last of its sampled ones, up to half of them: a
     feature of its action that lists items, such as those that were shown with it, or the actions since the target
-    before it that fulfill a condition, such as "event = dislike". These stay in the history, but are no targets."""
+    before it that fulfill a condition, such as "event = dislike". These stay in the history, but are no targets.
+    "all" of model.features leaves such lists out."""
     weight: str = ""
     """A feature of the actions, numbers of 0 or more such as dwell times or prices, that multiplies the loss of a
     target. The loss is the mean by these weights, so their unit does not matter. Without it, all count alike."""
@@ -509,6 +510,8 @@ def model_schema(schema: Schema, config: Config) -> Schema:
     from value to value where there are none.
     """
     used = schema.only(config.model.features)
+    left_out = {*config.data.negatives} - {*config.model.features}
+    used = used.only([feature.name for feature in used.features if feature.name not in left_out])
     names = [table.name for table in used.tables]
     for name in config.tables.by_name:
         if name not in names:

@@ -6,7 +6,7 @@ actions fit into memory there is one part.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import Progress
 
-from logitmix.trainer.data.arrow import are_digits, codes_of, order_of_texts
+from logitmix.trainer.data.arrow import are_digits, codes_of, lists_of, order_of_texts
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.features import values_of_items
 from logitmix.trainer.data.raw import Actions
@@ -26,7 +26,11 @@ from logitmix.trainer.data.writer import DatasetContents, write_sequences
 
 T = TypeVar("T")
 
-STEPS = ("where", "duplicates", "min_item_actions", "min_user_actions")
+STEPS = ("where", "duplicates", "shown", "min_item_actions", "min_user_actions")
+SHOWN = "shown"
+"""The feature of actions that PrepareOptions.shown makes."""
+IS_SHOWN = "\0shown"
+"""The column of a part that says which rows are no actions."""
 SORTING = 100
 """Bytes for an action while a part is sorted, without further columns."""
 PARTS = 1000
@@ -55,9 +59,14 @@ class Ordered:
     """Further columns, in the order of the file."""
     rows: Pieces
     """The places of the actions in their part, a piece for each, if there are further columns."""
+    shown: tuple[Pieces, Pieces] | None = None
+    """For each action, how many items were shown since the one before it; and these, as codes. None without SHOWN."""
 
     def column(self, name: str) -> pa.Array:
         """A further column of the actions."""
+        if name == SHOWN and self.shown is not None:
+            counts, items = self.shown
+            return lists_of(counts[:], items.whole())
         found = [
             part[name].whole().take(pa.array(rows)) for part, rows in zip(self.parts, self.rows.numbers(), strict=True)
         ]
@@ -122,12 +131,15 @@ class SortedActions(NamedTuple):
     nanoseconds: np.ndarray | None
     rows: np.ndarray
     """Their places in the part."""
+    shown: np.ndarray | None = None
+    """Which are no actions, but were shown; None: none."""
 
-    def at(self, which: np.ndarray) -> "SortedActions":
-        nanoseconds = None if self.nanoseconds is None else self.nanoseconds[which]
-        return SortedActions(
-            self.users[which], self.items[which], self.timestamps[which], nanoseconds, self.rows[which]
-        )
+    def at(self, which: np.ndarray | slice) -> "SortedActions":
+        return SortedActions._make(None if of is None else of[which] for of in self)
+
+    def parted(self) -> tuple["SortedActions", "SortedActions"]:
+        """The actions, and what was shown."""
+        return (self, self.at(slice(0))) if self.shown is None else (self.at(~self.shown), self.at(self.shown))
 
 
 class _Counts:
@@ -152,6 +164,9 @@ def arrange(actions: Actions, options: PrepareOptions, numbering: Collection[str
     are duplicates."""
     current().settled = True
     chosen = _chosen(actions, options)
+    if options.shown:
+        shown = _fulfilled(actions, options, options.shown, "--shown", np.logical_or)
+        actions = replace(actions, columns=actions.columns | {IS_SHOWN: Pieces.of(shown)})
     counts = np.zeros(len(actions.user_ids), np.int64)
     for number, users in enumerate(actions.users.numbers()):
         counts += np.bincount(users if chosen is None else users[chosen[number]], minlength=len(counts))
@@ -195,13 +210,14 @@ def _in_order(
             after[0].add(found)
             if not options.keep_duplicates:
                 columns = (of for name, of in part.columns.items() if name not in numbering)
-                repeated, more = _duplicates(*found, columns)
+                repeated, more = _duplicates(found, columns)
                 others[0] += more
                 if len(repeated):
                     there = np.ones(len(found.users), bool)
                     there[repeated] = False
                     found = found.at(there)
             after[1].add(found)
+            after[2].add(found.parted()[0])
             if not again:
                 for of in part.own:
                     of.drop()
@@ -210,19 +226,27 @@ def _in_order(
             yield found
 
     kept, lengths, spans = [], [], []
-    items, timestamps, rows = (Pieces() for _ in range(3))
+    items, timestamps, rows, shown_counts, shown_items = (Pieces() for _ in range(5))
+    shown_items.texts = item_ids
+    never = 0
     fewest = max(options.min_user_actions, 1)
     # Counts of items are those of all parts.
     sorted_before = options.min_item_actions > 1
     for found in _kept(sorted_parts()) if sorted_before else sorted_parts():
+        found, shown = found.parted()
         if sorted_before:
-            found = found.at(after[1].of_items[found.items] >= options.min_item_actions)
-        after[2].add(found)
+            found = found.at(after[2].of_items[found.items] >= options.min_item_actions)
+        after[3].add(found)
         first = found.users[0] if len(found.users) else 0
         of_users = np.bincount(found.users - first)
         if not (of_users[of_users > 0] >= fewest).all():
             found = found.at(of_users[found.users - first] >= fewest)
-        after[3].add(found)
+        after[4].add(found)
+        if options.shown:
+            counts, taken = _shown_before(found, shown)
+            shown_counts.append(counts)
+            shown_items.append(taken)
+            never += len(shown.items) - len(taken)
         active = np.flatnonzero(of_users >= fewest)
         kept.append(active + first)
         lengths.append(of_users[active])
@@ -230,10 +254,10 @@ def _in_order(
         items.extend(found.items)
         timestamps.extend(found.timestamps)
         rows.append(found.rows if whole.columns else found.rows[:0])
-    if not after[3].users:
-        raise nobody(fewest, after[0].mapping(), after[1].mapping())
+    if not after[4].users:
+        raise nobody(fewest, after[2].mapping(), after[0].actions - after[1].actions)
     users = order[np.concatenate(kept)]
-    item_order = np.flatnonzero(after[3].of_items)
+    item_order = np.flatnonzero(after[4].of_items)
     item_order = item_order[order_of_texts(item_ids.take(pa.array(item_order)))]
     item_ranks = np.empty(len(item_ids), np.int32)
     item_ranks[item_order] = np.arange(len(item_order))
@@ -244,7 +268,7 @@ def _in_order(
         user_ids.take(pa.array(users)),
         item_ids.take(pa.array(item_order)),
         removed([read, *(of.mapping() for of in after)]),
-        of_others(others[0]),
+        [*of_others(others[0]), *_of_shown(never)],
         {
             "first": min(span["first"] for span in spans),
             "last": max(span["last"] for span in spans),
@@ -253,8 +277,28 @@ def _in_order(
         },
         [part.columns for part in parts],
         rows,
+        (shown_counts, shown_items) if options.shown else None,
     )
     return ordered, users
+
+
+def _shown_before(actions: SortedActions, shown: SortedActions) -> tuple[np.ndarray, np.ndarray]:
+    """For each action, how many items were shown to its user after the action before it and up to its time; and the
+    codes of these. Of actions at one time, they belong to the first."""
+    users, times = (np.concatenate([was, now]) for was, now in zip(shown[0:3:2], actions[0:3:2], strict=True))
+    order = _order(users, times, None)
+    is_shown = order < len(shown.users)
+    next_S = np.cumsum(~is_shown)[is_shown]
+    row_S = order[is_shown]
+    there = next_S < len(actions.users)
+    there[there] = actions.users[next_S[there]] == shown.users[row_S[there]]
+    return np.bincount(next_S[there], minlength=len(actions.users)), shown.items[row_S[there]]
+
+
+def _of_shown(never: int) -> list[str]:
+    """A line, if there are any."""
+    line = f"--shown: {never:,} rows are left out, because no action of their user follows that is kept"
+    return [line] if never else []
 
 
 def removed(counted: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
@@ -264,12 +308,11 @@ def removed(counted: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
     }
 
 
-def nobody(fewest: int, chosen: Mapping[str, int], different: Mapping[str, int]) -> ValueError:
-    """What is wrong where no user has enough actions, of those that were chosen and, among these, different."""
-    repeated = chosen["actions"] - different["actions"]
+def nobody(fewest: int, counted: Mapping[str, int], repeated: int) -> ValueError:
+    """What is wrong where no user has enough of the actions counted, without the duplicates."""
     duplicates = f", without {repeated:,} exact duplicates" if repeated else ""
     return ValueError(
-        f"no user has {fewest} or more actions (there were {different['users']:,} users with {different['actions']:,} "
+        f"no user has {fewest} or more actions (there were {counted['users']:,} users with {counted['actions']:,} "
         f"actions{duplicates}); lower --min-user-actions or --min-item-actions"
     )
 
@@ -282,9 +325,7 @@ def _kept(parts: Iterable[SortedActions]) -> Iterator[SortedActions]:
         found = {name: of[:] for name, of in columns.items()}
         for of in columns.values():
             of.drop()
-        yield SortedActions(
-            found["users"], found["items"], found["timestamps"], found.get("nanoseconds"), found["rows"]
-        )
+        yield SortedActions._make(map(found.get, SortedActions._fields))
     file.close()
 
 
@@ -346,7 +387,8 @@ def _sort(part: _Part, ranks: np.ndarray) -> SortedActions:
     users, timestamps = ranks[part.users[:]], part.timestamps[:]
     rows = _order(users, timestamps, nanoseconds)
     nanoseconds = None if nanoseconds is None else nanoseconds[rows]
-    return SortedActions(users[rows], part.items[:][rows], timestamps[rows], nanoseconds, rows)
+    shown = part.columns[IS_SHOWN][:][rows] if IS_SHOWN in part.columns else None
+    return SortedActions(users[rows], part.items[:][rows], timestamps[rows], nanoseconds, rows, shown)
 
 
 def _order(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | None) -> np.ndarray:
@@ -372,7 +414,7 @@ def _order(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | 
 
 def span(actions: SortedActions) -> dict[str, int]:
     """Of at least one action."""
-    users, _, timestamps, nanoseconds, _ = actions
+    users, _, timestamps, nanoseconds, *_ = actions
     tied = _tied(users, timestamps, nanoseconds)
     last = np.append(users[1:] != users[:-1], True)
     with_another = np.append(tied, False) | np.concatenate(([False], tied))
@@ -390,20 +432,16 @@ def _tied(users: np.ndarray, timestamps: np.ndarray, nanoseconds: np.ndarray | N
     return tied if nanoseconds is None else tied & (nanoseconds[1:] == nanoseconds[:-1])
 
 
-def _duplicates(
-    users: np.ndarray,
-    items: np.ndarray,
-    timestamps: np.ndarray,
-    nanoseconds: np.ndarray | None,
-    rows: np.ndarray,
-    columns: Iterable[Pieces],
-) -> tuple[np.ndarray, int]:
-    """Of actions sorted by user and time, the places of those that an earlier row is equal to in everything; and how
-    many are equal to one in user, item and time alone."""
+def _duplicates(actions: SortedActions, columns: Iterable[Pieces]) -> tuple[np.ndarray, int]:
+    """The places of those that an earlier row is equal to in everything; and how many are equal to one in user, item
+    and time alone."""
+    users, items, timestamps, nanoseconds, rows, shown = actions
     tied = _tied(users, timestamps, nanoseconds)
     if not tied.any():
         return np.empty(0, np.int64), 0
-    moment = np.concatenate(([0], np.cumsum(~tied)))
+    moment = np.concatenate(([0], np.cumsum(~tied))) * 2
+    if shown is not None:
+        moment += shown
     places = np.flatnonzero(np.append(tied, False) | np.concatenate(([False], tied)))
     # Sorts are stable, so that of equal actions the first one in the file stays.
     places, again = _alike(places, (items[places], moment[places]))
@@ -434,38 +472,44 @@ def of_others(count: int) -> list[str]:
 
 
 def _chosen(actions: Actions, options: PrepareOptions) -> list[np.ndarray] | None:
-    """Which actions fulfill the conditions, by piece; None: all."""
+    """Which actions fulfill --where, by piece; None: all."""
     if not options.where:
         return None
-    columns = _columns(actions, options)
-    units = {options.timestamp_column: actions.unit or ""}
-    chosen = [np.ones(len(users), bool) for users in actions.users.numbers()]
-    for condition in options.where:
-        name = column_of(condition, columns)
-        for piece, found in zip(chosen, _holds(condition, name, columns, units), strict=True):
-            piece &= found
+    chosen = _fulfilled(actions, options, options.where, "--where", np.logical_and)
     if not any(piece.any() for piece in chosen):
         raise none_left(actions, options)
     return chosen
+
+
+def _fulfilled(
+    actions: Actions, options: PrepareOptions, conditions: Sequence[str], flag: str, join: np.ufunc
+) -> list[np.ndarray]:
+    """Which actions fulfill the conditions, by piece; `join`: all of them, or one."""
+    columns = _columns(actions, options)
+    units = {options.timestamp_column: actions.unit or ""}
+    found = (_holds(of, column_of(of, columns, flag), columns, units, flag) for of in conditions)
+    return [join.reduce(pieces) for pieces in zip(*found, strict=True)]
 
 
 def none_left(actions: Actions, options: PrepareOptions) -> ValueError:
     return ValueError(f"--where {' and '.join(options.where)} leaves none of the {len(actions.users):,} actions")
 
 
-def _holds(condition: str, name: str, columns: Mapping[str, Pieces], units: Mapping[str, str]) -> Iterator[np.ndarray]:
+def _holds(
+    condition: str, name: str, columns: Mapping[str, Pieces], units: Mapping[str, str], flag: str
+) -> Iterator[np.ndarray]:
     """For each piece of the column. What a text is taken for depends on all texts, and a number's unit on all numbers
     of the column."""
     column, others = columns[name], dict.fromkeys(columns, pa.nulls(0))
     if name in units:
-        yield from (holds(condition, others | {name: piece}, units) for piece in column)
+        yield from (holds(condition, others | {name: piece}, units, flag) for piece in column)
     elif column.texts is None:
-        found = holds(condition, others | {name: column.whole()}, units)
+        found = holds(condition, others | {name: column.whole()}, units, flag)
         yield from np.split(found, column.ends[1:-1])
     else:
         codes = pa.array(np.arange(len(column.texts) + 1), mask=np.arange(len(column.texts) + 1) == len(column.texts))
         distinct = pa.DictionaryArray.from_arrays(codes, column.texts)
-        found = holds(condition, others | {name: distinct}, units)
+        found = holds(condition, others | {name: distinct}, units, flag)
         yield from (found[kept.load().fill_null(len(column.texts)).to_numpy()] for kept in column.kept)
 
 

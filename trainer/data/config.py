@@ -67,6 +67,9 @@ class PrepareOptions:
     where: tuple[str, ...] = ()
     """Keep only actions that fulfill this condition: --where "rating >= 4", with one of = != < <= > >=. Several must
     all hold: --where "event = purchase" --where "timestamp >= 2024-01-31"."""
+    shown: tuple[str, ...] = ()
+    """Rows that fulfill this condition, or one of several, are no actions: --shown "event = impression". Their items
+    become the list `shown` of the user's next action, which --data.negatives shown trains on."""
     keep_duplicates: bool = False
     """Keep actions that are equal to an earlier one in user, item, time and all other columns. Without times there are
     none such."""

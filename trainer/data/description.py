@@ -150,7 +150,8 @@ def _command(path: Path) -> str:
             nearby = path.parent / source["name"]
             words += ["--source", str(nearby if nearby.exists() else source["name"])]
         usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
-        words += [f"--where {shlex.quote(condition)}" for condition in filters.pop("where", [])]
+        for several in ("where", "shown"):
+            words += [f"--{several} {shlex.quote(condition)}" for condition in filters.pop(several, [])]
         filters.pop("removed", None)
         given = {f"--{key.replace('_', '-')}": value for key, value in filters.items() if usual.get(key) != value}
         words += [flag if value is True else f"{flag} {value}" for flag, value in given.items()]

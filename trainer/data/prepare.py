@@ -10,6 +10,7 @@ The dataset appears at once and complete: it is written to a hidden directory be
 The same source and options give the same bytes.
 """
 
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
@@ -30,7 +31,7 @@ from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
 from logitmix.modules.schema import Owner, Schema
 from logitmix.trainer.data.append import append, read_for_appending
-from logitmix.trainer.data.arrange import Ordered, arrange
+from logitmix.trainer.data.arrange import SHOWN, Ordered, arrange
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.description import is_dataset
 from logitmix.trainer.data.features import (
@@ -54,7 +55,7 @@ from logitmix.trainer.data.spool import Pieces, current, head, spooling, whole
 from logitmix.trainer.data.times import unit_of
 from logitmix.trainer.data.writer import DatasetContents, finish_dataset
 
-FILTERS = ("where", "keep_duplicates", "min_item_actions", "min_user_actions", "min_feature_count")
+FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions", "min_feature_count")
 TITLE = "title"
 WHOLE = 30
 """Bytes for each action while a further column of the actions becomes a feature."""
@@ -106,6 +107,9 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
     """Fills the directory with a dataset and the actions that follow it, which are prepared by themselves at first."""
     later = staging / "later"
     known, schema = read_for_appending(before)
+    if (was := known.get("filters", {}).get(SHOWN, [])) != list(options.shown):
+        given = " ".join(f"--shown {shlex.quote(of)}" for of in was)
+        raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()
     _prepare(later, replace(options, append="", min_user_actions=0), console, THIS_PROCESS, schema)
     description, notes = append(before, known, schema, later, staging)
@@ -192,6 +196,8 @@ def _write(
             origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
     read_ids = {"items": raw.actions.item_ids, "users": raw.actions.user_ids}
     ordered = engine.arrange(raw.actions, options, _leave_out_row_numbers(raw), progress)
+    if options.shown and not known and not ordered.removed[SHOWN]["actions"]:
+        raise ValueError(f"--shown {' or '.join(options.shown)}: no row fulfills this; correct it, or leave it out")
     spool = current()
     if raw.actions.columns and spool.in_files and WHOLE * len(ordered.items) > spool.budget:
         tell(
@@ -222,7 +228,7 @@ def _write(
             options.name,
             counted,
             filters={name: getattr(options, name) for name in FILTERS}
-            | {"where": list(options.where), "removed": ordered.removed},
+            | {"where": list(options.where), "shown": list(options.shown), "removed": ordered.removed},
             read=read,
             titles=0 if titles is None else len(titles) - titles.null_count,
             rejected_lines=rejects.count,
@@ -301,7 +307,15 @@ def _features(
     """Features of the columns of items, which are in the order of the dataset, and of the source's users and
     actions."""
     given: dict[Owner, Mapping[str, Any]] = {"item": items, "user": raw.users.of(ordered.user_ids)}
-    given["event"] = {name: partial(ordered.column, name) for name in raw.actions.columns}
+    of_actions = {name: partial(ordered.column, name) for name in raw.actions.columns}
+    if options.shown:
+        if SHOWN in raw.actions.columns:
+            raise ValueError(
+                f"--shown makes a column {SHOWN}, and the actions have one; rename it, or leave --shown out"
+            )
+        of_actions[SHOWN] = partial(ordered.column, SHOWN)
+        raw.actions.kinds[SHOWN] = "ids"
+    given["event"] = of_actions
 
     def of_owner(column: RawColumn, owner: Owner) -> pa.Array:
         # Any later action of a user may be the held-out target, so only the first one counts, even if it has no value.

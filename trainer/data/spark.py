@@ -64,7 +64,7 @@ from logitmix.trainer.data.times import UNITS, Clock, are_digits, note_units, un
 from logitmix.trainer.data.where import column_of, holds
 from logitmix.trainer.data.writer import LAST, USERS_PER_FILE, DatasetContents, find_last, write_part
 
-REFUSED = ("append", "list_separator", "memory")
+REFUSED = ("append", "list_separator", "memory", "shown")
 OWN = pa.schema(
     {"file": pa.int32(), "row": pa.int64(), "user": pa.string(), "item": pa.string(), "time": pa.int64()}
     | {"fraction": pa.int32(), "note": pa.binary()}
@@ -312,13 +312,14 @@ class _Job:
         counted.append(_counts(different))
         if not options.keep_duplicates:
             others = counted[2]["actions"] - different.select(*moment).distinct().count()
+        counted.append(counted[2])
         often = _often(different, "item", options.min_item_actions)
         counted.append(_counts(often))
         fewest = max(options.min_user_actions, 1)
         kept = _often(often, "user", fewest)
         counted.append(_counts(kept))
-        if not counted[4]["actions"]:
-            raise nobody(fewest, counted[1], counted[2])
+        if not counted[5]["actions"]:
+            raise nobody(fewest, counted[3], counted[1]["actions"] - counted[2]["actions"])
         ids = {}
         for column in ("user", "item"):
             found = _array(kept.select(column).distinct(), column)

@@ -32,6 +32,8 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines.append(f"next      {_next(directory)}")
     if any(feature.owner != "item" for feature in features):
         lines.append("          (with --model.features all it learns from the features of users and actions, too)")
+    if description["filters"].get("shown"):
+        lines.append("          (with --data.negatives shown --model.loss.negatives 128, from what was not taken)")
     return "\n".join(lines)
 
 
@@ -56,7 +58,8 @@ def _of_appended(description: Mapping[str, Any], last: Mapping[str, Any], direct
 def _removals(filters: Mapping[str, Any]) -> list[str]:
     """A line for each filter that removed something."""
     reasons = {name: f"by --{name.replace('_', '-')} {value}" for name, value in filters.items()}
-    reasons["where"] = "by " + " ".join(f"--where {shlex.quote(condition)}" for condition in filters["where"])
+    for name in ("where", "shown"):
+        reasons[name] = "by " + " ".join(f"--{name} {shlex.quote(condition)}" for condition in filters.get(name, ()))
     reasons["duplicates"] = "equal to an earlier one in everything (--keep-duplicates keeps them)"
     removed = filters["removed"].items()
     return [

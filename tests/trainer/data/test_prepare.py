@@ -18,6 +18,7 @@ from rich.console import Console
 from logitmix.common.checked import entry_of, json_digest
 from logitmix.modules.schema import Schema
 from logitmix.trainer.cli import main
+from logitmix.trainer.data.arrange import STEPS
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.prepare import prepare
@@ -87,10 +88,11 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
         "filters": {
             "where": [],
             "keep_duplicates": False,
+            "shown": [],
             "min_item_actions": 0,
             "min_user_actions": 1,
             "min_feature_count": 1,
-            "removed": {name: NOTHING for name in ("where", "duplicates", "min_item_actions", "min_user_actions")},
+            "removed": dict.fromkeys(STEPS, NOTHING),
         },
         "read": {"users": 3, "items": 3, "actions": 6},
         "times": {"unit": None, "first": 1, "last": 9, "tied_actions": 0, "users_that_end_tied": 0},
@@ -192,8 +194,8 @@ def test_filters(
     filters = made["filters"]
     assert (filters["min_user_actions"], filters["min_item_actions"]) == least
     by_items, by_users = (dict(zip(NOTHING, counts, strict=True)) for counts in removed)
-    by_filter = {"where": NOTHING, "duplicates": NOTHING, "min_item_actions": by_items, "min_user_actions": by_users}
-    assert filters["removed"] == by_filter
+    of_counts = {"min_item_actions": by_items, "min_user_actions": by_users}
+    assert filters["removed"] == dict.fromkeys(STEPS, NOTHING) | of_counts
     assert made["read"] == {"users": 3, "items": 3, "actions": 6}
 
 

@@ -196,12 +196,13 @@ rows = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows, st.integers(0, 3), st.integers(1, 3), st.booleans())
-def test_any_rows_in_little_memory(rows: list[Any], of_items: int, of_users: int, keep: bool) -> None:
+@given(rows, st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([(), ("more = x",)]))
+def test_any_rows_in_little_memory(rows: list[Any], of_items: int, of_users: int, keep: bool, shown: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "in.csv")
         source.write_text("user,item,timestamp,more\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
         filters: dict[str, Any] = {"min_item_actions": of_items, "min_user_actions": of_users, "keep_duplicates": keep}
+        filters["shown"] = shown
         much, little = (outcome(source, Path(folder, "out"), memory, **filters) for memory in ("1GiB", LITTLE))
         assert much == (little[0], without_columns(little[1]))
 
