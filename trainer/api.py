@@ -117,14 +117,17 @@ def compare(
     methods: Sequence[str] = tuple(comparison.LEARNED),
     threads: int = 1,
     settings: Mapping[str, Any] | None = None,
+    seeds: int = 1,
 ) -> dict[str, Any]:
-    """Simple and learned methods on a dataset directory, each with so many minutes; returns the content of the folder's
+    """Simple and learned methods on a dataset directory, each with so many minutes, the learned ones with each of so
+    many seeds; returns the content of the folder's
     compare.json. The settings are by name, of the sections data and evaluate, or model.features: {"data.split":
     "time"}."""
-    for name, value, kinds in (("minutes", minutes, (int, float)), ("threads", threads, (int,))):
+    numbers = (("minutes", minutes, (int, float)), ("threads", threads, (int,)), ("seeds", seeds, (int,)))
+    for name, value, kinds in numbers:
         require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")
     require(not isinstance(methods, str), "methods", f"{methods!r:.40}", "a list")
-    found = comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {})
+    found = comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {}, seeds)
     return Shown(found, shown(comparison.as_text(found)))
 
 

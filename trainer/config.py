@@ -296,7 +296,7 @@ class EvaluateConfig:
     """Leave all items of a user's history out of that user's ranking, in evaluation and serving. auto: yes, as in
     related work, unless repeats are common in the dataset."""
     users: int = 0
-    """Number of users ranked, a sample chosen by train.seed; 0 ranks all."""
+    """Number of users ranked, a sample, the same one for each train.seed; 0 ranks all."""
     batch_size: int = 64
     """Users ranked at once."""
     peek_test: bool = False

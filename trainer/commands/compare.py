@@ -26,6 +26,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Training time of each method, evaluation not counted."""
     methods: tuple[Literal["dot", "mol", "hstu"], ...] = ("dot", "mol", "hstu")
     """Learned methods; the simple ones are always there."""
+    seeds: int = 1
+    """Runs of each learned method, each with so many minutes; intervals then count what seeds change, too."""
     features: tuple[str, ...] = ()
     """Features that the learned methods use, "all" for all."""
     out: str = ""
@@ -41,7 +43,9 @@ def run(words: list[str]) -> None:
 
     out = path_of(arguments.out or f"runs/compare-{Path(arguments.dataset).resolve().name}")
     methods = list(dict.fromkeys(arguments.methods))
-    found = compare(arguments.dataset, out, arguments.minutes, methods, arguments.threads_of_rank, settings)
+    found = compare(
+        arguments.dataset, out, arguments.minutes, methods, arguments.threads_of_rank, settings, arguments.seeds
+    )
     if is_main():
         arguments.tell(found, as_text(found).removesuffix("\n"))
 

@@ -1,12 +1,12 @@
 """`logitmix compare`: simple and learned methods on one dataset, in equal time, with intervals over the users.
 
-Each method has a folder in the output directory. That of a learned one is an ordinary run directory; that of a simple
-one has results.json, test_ranks.json, test_users.json, dataset.json, and config.toml for the sections [data] and
-[evaluate]. What is there is not done again, and is refused where these sections were others. All methods see the same
-training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation: the first two
-by evaluate.metric, the method by CHOICE.
+Each method has a folder in the output directory, NAME, and a learned one also NAME-SEED for each seed but 0. These are
+ordinary run directories. That of a simple method has results.json, test_ranks.json, test_users.json, dataset.json, and
+config.toml for the sections [data] and [evaluate]. What is there is not done again, and is refused where these sections
+were others. All methods see the same training actions, and all choices (checkpoints, EASE's penalty, the method itself)
+are made on validation: the first two by evaluate.metric, the method by CHOICE.
 
-Axes: U users, M numbers of a user (of methods and metrics), R resamples.
+Axes: U users, S seeds, M numbers of a user (of runs and metrics), R resamples.
 """
 
 import io
@@ -53,7 +53,7 @@ from logitmix.trainer.evaluation.baselines import (
     users_of_both,
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.evaluation.intervals import FEWEST, middle, resampled_means
+from logitmix.trainer.evaluation.intervals import FEWEST, middle, over_seeds, resampled_means
 from logitmix.trainer.loop import Job, require_apart, train_run
 from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.run.agreement import facts_of
@@ -108,6 +108,8 @@ FEATURES = "model.features"
 """Likewise, for the learned ones."""
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
 """Values of lambda that EASE tries, in this order, as long as there is time."""
+PER_RUN = ("validation", "step", "evaluations", "still_rising")
+"""What compare.json says of each run of a learned method."""
 WIDER = "hr@50"
 """The verdict says where its winner is behind in this metric: what is retrieved may be ranked again."""
 ENDLESS = 1_000_000
@@ -123,12 +125,14 @@ def compare(
     methods: Sequence[str],
     threads: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    seeds: int = 1,
 ) -> dict[str, Any]:
     """Trains what is not there yet, and returns and writes the content of compare.json, and the same as text in
     compare.txt. `settings` of the sections data and evaluate, {"data.split": "time"}, hold for all methods, and
-    model.features for the learned ones. Collective.
+    model.features for the learned ones, of which each is trained with `seeds` seeds from 0 on. Collective.
 
-    Raises ValueError for no dataset or one that nothing can be trained on, no minutes, an unknown method, settings of
+    Raises ValueError for no dataset or one that nothing can be trained on, no minutes or seeds, an unknown method,
+    settings of
     other sections or with which methods cannot be compared, a method that had more minutes before, and one whose folder
     has a run of other settings, of another dataset, or of as many minutes with other threads.
     """
@@ -136,6 +140,7 @@ def compare(
     for name in methods:
         require(name in LEARNED, "methods", name, f"among {', '.join(LEARNED)}")
     require_threads("threads", threads)
+    require(seeds > 0, "seeds", seeds, "1 or more")
     torch.set_num_threads(threads)
     set_up_memory()
     require_one_host(out)
@@ -143,32 +148,46 @@ def compare(
     dataset = load_dataset(dataset_path)
     require_apart(out, dataset, "out")
 
-    def configured(name: str, minutes: float = minutes, threads: int = threads) -> Config:
-        return config_of(name, dataset, minutes, threads, settings)
+    def configured(run: Path, minutes: float = minutes, threads: int = threads) -> Config:
+        name, _, seed = run.name.partition("-")
+        return config_of(name, dataset, minutes, threads, settings, int(seed or 0))
 
-    configs, config = {name: configured(name) for name in methods}, configured("dot")
+    # One seed after the other, so that all methods have as many where it is interrupted.
+    runs = [_run_of(out, name, seed) for seed in range(seeds) for name in methods]
+    configs, config = {run: configured(run) for run in runs}, configured(out / "dot")
     dataset.schema.only(config.model.features)
-    facts = facts_of("compare", config, dataset, methods=methods)
+    facts = facts_of("compare", config, dataset, methods=methods, seeds=seeds)
     with process_group("auto", config.comm.timeout_seconds, facts, end_lost) as ranks:
         evaluation = Evaluation(config, dataset, ranks)
         # Before anything is fitted.
         require_trained(dataset, evaluation.held_out)
-        to_train = on_first_rank(
-            lambda: [name for name in methods if not _is_done(out / name, configured, dataset)], ranks
-        )
+        to_train = on_first_rank(lambda: [run for run in runs if not _is_done(run, configured, dataset)], ranks)
+        left = len(to_train)
+        if ranks.rank == 0 and left:
+            say(f"{left} of {len(runs)} runs are to be trained: {_minutes(left * minutes)}, evaluation not counted")
         simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks, config.train.stop_seconds) as stopping:
             job = Job(dataset, ranks, stopping)
-            for number, name in enumerate(methods, start=1):
-                doing = f"trains for {_minutes(minutes)}" if name in to_train else "is done"
-                job.say(f"[{number}/{len(methods)}] {LABELS[name]} {doing}, run directory {out / name}")
-                if name in to_train:
-                    on_first_rank_at_length(partial(_remove_shorter, out / name, minutes), ranks)
-                    train_run(configs[name], out / name, job)
+            for number, run in enumerate(runs, start=1):
+                doing = f"trains for {_minutes(minutes)}" if run in to_train else "is done"
+                job.say(f"[{number}/{len(runs)}] {_label(run)} {doing}, run directory {run}")
+                if run in to_train:
+                    on_first_rank_at_length(partial(_remove_shorter, run, minutes), ranks)
+                    train_run(configs[run], run, job)
                     stopping.check()
-        found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, methods, left_out), ranks)
+        learned = {name: [_run_of(out, name, seed) for seed in range(seeds)] for name in methods}
+        found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, learned, left_out), ranks)
         upload_run(out, ranks)
     return found
+
+
+def _run_of(out: Path, name: str, seed: int) -> Path:
+    return out / (f"{name}-{seed}" if seed else name)
+
+
+def _label(run: Path) -> str:
+    name, _, seed = run.name.partition("-")
+    return LABELS[name] + (f", seed {seed}," if seed else "")
 
 
 def config_of(
@@ -177,6 +196,7 @@ def config_of(
     minutes: float,
     threads: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    seed: int = 0,
 ) -> Config:
     """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
     path = place_of(dataset.path)
@@ -188,6 +208,7 @@ def config_of(
         "data.path": path,
         "train.minutes": float(minutes),
         "train.threads": threads,
+        "train.seed": seed,
         # All of the time is used, and the rates have fallen at its end.
         "train.epochs": ENDLESS,
         "train.schedule": "wsd",
@@ -204,7 +225,9 @@ def config_of(
             f"--evaluate.users {most} or less"
         )
     # MoL learns slowly from random weights.
-    return with_start(config, config_of("dot", dataset, minutes / 2, threads, settings)) if name == "mol" else config
+    if name != "mol":
+        return config
+    return with_start(config, config_of("dot", dataset, minutes / 2, threads, settings, seed))
 
 
 def _require_comparable(settings: Mapping[str, Any]) -> None:
@@ -226,7 +249,7 @@ def _is_done(run: Path, configured: Callable[..., Config], dataset: Dataset) -> 
     settings or threads, or if it is of another dataset, or of other settings, which a run of `train` has."""
     if not (run / "config.toml").is_file():
         return False
-    config = configured(run.name)
+    config = configured(run)
     before, now = read_config(run).train, config.train
     if before.minutes > now.minutes:
         raise ValueError(
@@ -234,7 +257,7 @@ def _is_done(run: Path, configured: Callable[..., Config], dataset: Dataset) -> 
             "--out"
         )
     if before.minutes < now.minutes:  # It will be removed, if it is of its own.
-        require_same(run, configured(run.name, before.minutes, before.threads), dataset)
+        require_same(run, configured(run, before.minutes, before.threads), dataset)
         return False
     if before.threads != now.threads and (checkpoint_paths(run) or checkpoint_paths(start_path(run))):
         raise ValueError(
@@ -253,7 +276,7 @@ def _remove_shorter(run: Path, minutes: float) -> None:
         return
     if (before := read_config(run).train.minutes) == minutes:
         return
-    say(f"{LABELS[run.name]} had {_minutes(before)}: {run} is removed and trained anew")
+    say(f"{_label(run)} had {_minutes(before)}: {run} is removed and trained anew")
     remove_run(run)
 
 
@@ -342,38 +365,43 @@ def _finish(
     evaluation: Evaluation,
     minutes: float,
     simple: Sequence[str],
-    learned: Sequence[str],
+    learned: Mapping[str, Sequence[Path]],
     left_out: Sequence[str],
 ) -> dict[str, Any]:
+    """`learned`: the runs of each method."""
     dataset, rules = evaluation.dataset, flatten(evaluation.config)
-    rows = [_simple_row(out, name) for name in simple] + [_learned_row(out, name) for name in learned]
+    rows = [_simple_row(out, name) for name in simple]
+    rows += [_learned_row(name, [_of_run(run) for run in runs]) for name, runs in learned.items()]
     reference = max((row for row in rows if not row["learned"]), key=lambda row: row["validation"][CHOICE])["method"]
-    ranks = {row["method"]: read_ranks(out / row["method"]) for row in rows}
-    users = {row["method"]: read_test_users(out / row["method"]) for row in rows}
-    for name in users:
-        if users[name] != users[reference] or len(users[name]) != len(ranks[name]):
-            raise ValueError(
-                f"{out / name} has ranks of other users than {out / reference}; remove it, and compare again"
-            )
+    users, ranks = read_test_users(out / reference), dict[str, Ints]()
+    folders: dict[str, Sequence[Path]] = {name: [out / name] for name in simple} | dict(learned)
+    for name, runs in folders.items():
+        rank_SU = [read_ranks(run) for run in runs]
+        for run, rank_U in zip(runs, rank_SU, strict=True):
+            if users != read_test_users(run) or len(users) != len(rank_U):
+                raise ValueError(f"{run} has ranks of other users than {out / reference}; remove it, and compare again")
+        ranks[name] = np.stack(rank_SU)
     tested = with_intervals(ranks, reference)
     rows = [row | tested[row["method"]] for row in rows]
     rows.sort(key=lambda row: -row["validation"][CHOICE])
-    value = {name: means(rank_U) for name, rank_U in ranks.items()}
+    value = {name: means(rank_SU.ravel()) for name, rank_SU in ranks.items()}
     others = {f"{name}/{metric}": of for name in simple for metric, of in value[name].items()}
     beside = {
         LABELS[name]: beside_baselines(value[name] | others, {of: LABELS[of] for of in simple}) for name in learned
     }
     unused = len(dataset.schema.features) > 1 and not any(read_config(out / of).model.features for of in learned)
+    over = _over_seeds([row for row in rows if row["learned"]])
     found = {
         "dataset": place_of(dataset.path),
         "minutes": minutes,
-        "users": len(ranks[reference]),
+        "users": len(users),
         "items": dataset.num_items,
         "settings": {name: value for name, value in rules.items() if name.startswith(SECTIONS)},
         "cold_targets": (cold := evaluation.cold_targets("test")),
         "reference": reference,
         "left_out": list(left_out),
         "beside": [
+            *([over] if over else []),
             *(f"{name} on the test part: {line}" for name, line in beside.items()),
             *(f"test part: {line}" for line in filter(None, [cold_targets({"targets/cold": cold})])),
         ],
@@ -392,8 +420,8 @@ def _simple_row(out: Path, name: str) -> dict[str, Any]:
     return _row(name, False, results, results["validation"]) | {key: results[key] for key in more if key in results}
 
 
-def _learned_row(out: Path, name: str) -> dict[str, Any]:
-    run = out / name
+def _of_run(run: Path) -> dict[str, Any]:
+    """What there is to say of one run."""
     results, saved = read_results(run), load_saved(run)
     metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
     if saved.config.first:
@@ -404,11 +432,35 @@ def _learned_row(out: Path, name: str) -> dict[str, Any]:
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
     # A single evaluation does not tell.
     rising = bool(still_rising(run, metric)) if evaluations > 1 else None
-    return _row(name, True, results, evaluations_since_best(run, metric)[1]) | {
+    return _row(run.name, True, results, evaluations_since_best(run, metric)[1]) | {
         "step": results["step"],
         "evaluations": evaluations,
         "still_rising": rising,
     }
+
+
+def _learned_row(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A method by its runs: means over the seeds. It is still rising if most of them are."""
+    rising = [run["still_rising"] for run in runs]
+    return {
+        "method": name,
+        "learned": True,
+        "validation": {metric: float(np.mean([run["validation"][metric] for run in runs])) for metric in SHOWN},
+        "minutes": float(np.mean([run["minutes"] for run in runs])),
+        "parameters": runs[0]["parameters"],
+        "still_rising": None if None in rising else 2 * sum(rising) > len(rising),
+        "best_run": max(runs, key=lambda run: run["validation"][CHOICE])["method"],
+        "runs": {run["method"]: {key: run[key] for key in PER_RUN} for run in runs},
+    }
+
+
+def _over_seeds(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line, where there are several."""
+    count = max((len(row["runs"]) for row in rows), default=0)
+    if count < 2:
+        return ""
+    figures = (f"{LABELS[row['method']]} {row['test'][CHOICE][0]:.4f} ± {row['standard_error']:.4f}" for row in rows)
+    return f"HR@10 over {count} seeds, ± the standard error of their mean: {', '.join(figures)}"
 
 
 def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mapping[str, float]) -> dict[str, Any]:
@@ -422,21 +474,28 @@ def _row(name: str, learned: bool, results: Mapping[str, Any], validation: Mappi
 
 
 def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[str, Any]]:
-    """By method, `test`: each metric as [mean, low, high], `difference`: the same of its difference to the reference,
-    and `users_that_differ` in CHOICE. The intervals are the middle 95 % of the resamples of the users, the same
-    ones for all methods."""
-    value_UM = np.stack([METRICS[metric](rank_U) for rank_U in ranks.values() for metric in SHOWN], axis=1).astype(
-        float
-    )
-    mean_RM = resampled_means(value_UM)
-    mean, found = value_UM.mean(0), {}
-    places = {name: slice(at * len(SHOWN), (at + 1) * len(SHOWN)) for at, name in enumerate(ranks)}
-    base, at = places[reference], SHOWN.index(CHOICE)
-    for name, own in places.items():
+    """By method, of its ranks [S, U], `test`: each metric's mean over the seeds as [mean, low, high], `difference`: the
+    same of its difference to the reference, and of CHOICE `users_that_differ` and the `standard_error` over the seeds,
+    0 for one. The intervals are the middle 95 % of the resamples of the users, the same ones for all methods, and of
+    each method's seeds."""
+    runs = [rank_U for rank_SU in ranks.values() for rank_U in rank_SU]
+    value_UM = np.stack([METRICS[of](rank_U) for of in SHOWN for rank_U in runs], axis=1).astype(float)
+    all_RM, first = resampled_means(value_UM), 0
+    values: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+    for number, (name, rank_SU) in enumerate(ranks.items()):
+        own = [np.arange(first, first + len(rank_SU)) + len(runs) * of for of in range(len(SHOWN))]
+        # The same seeds for all metrics.
+        drawn_RM = np.stack([over_seeds(all_RM[:, of], number) for of in own], axis=1)
+        values[name], first = (value_UM[:, np.stack(own)], drawn_RM), first + len(rank_SU)
+    base_UMS, base_RM = values[reference]
+    base_UM, at, found = base_UMS.mean(2), SHOWN.index(CHOICE), {}
+    for name, (value_UMS, mean_RM) in values.items():
+        own_UM, of_seeds = value_UMS.mean(2), value_UMS[:, at].mean(0)
         found[name] = {
-            "test": _named(mean[own], mean_RM[:, own]),
-            "difference": _named(mean[own] - mean[base], mean_RM[:, own] - mean_RM[:, base]),
-            "users_that_differ": int((value_UM[:, own.start + at] != value_UM[:, base.start + at]).sum()),
+            "test": _named(own_UM.mean(0), mean_RM),
+            "difference": _named(own_UM.mean(0) - base_UM.mean(0), mean_RM - base_RM),
+            "users_that_differ": int((own_UM[:, at] != base_UM[:, at]).sum()),
+            "standard_error": float(of_seeds.std(ddof=1) / len(of_seeds) ** 0.5) if len(of_seeds) > 1 else 0.0,
         }
     return found
 
@@ -458,9 +517,9 @@ def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     if len({(row["validation"][CHOICE], row["test"][CHOICE][0]) for row in rows}) == 1:
         return f"all methods have the same HR@10, {own:.3f}: it does not tell them apart here; see their MRR"
     difference, low, high = learned["difference"][CHOICE]
-    figures = (
-        f"HR@10 {own:.3f} against {other}'s {others:.3f} ({difference:+.3f}, 95 % interval {low:+.3f} to {high:+.3f})"
-    )
+    over = f" over users and {seeds} seeds" if (seeds := len(learned["runs"])) > 1 else ""
+    interval = f"95 % interval {low:+.3f} to {high:+.3f}{over}"
+    figures = f"HR@10 {own:.3f} against {other}'s {others:.3f} ({difference:+.3f}, {interval})"
     clear = learned["users_that_differ"] >= FEWEST
     better, worse = clear and low > 0, clear and high < 0
     if learned["validation"][CHOICE] > simple["validation"][CHOICE]:
@@ -496,7 +555,9 @@ def next_step(
     simple = next(row for row in rows if row["method"] == reference)
     ahead = best["validation"][CHOICE] > simple["validation"][CHOICE]
     if ahead and best["difference"][CHOICE][1] > 0 and best["users_that_differ"] >= FEWEST:
-        return f"`logitmix train --refit {place_of(out / best['method'])}`, which trains on the validation actions too"
+        return (
+            f"`logitmix train --refit {place_of(out / best['best_run'])}`, which trains on the validation actions too"
+        )
     if unused:
         return "--features all and another --out, because no method used what the dataset knows beside the ids"
     if cold >= COLD:

@@ -48,6 +48,8 @@ from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, require_same_dataset
 from logitmix.trainer.run.stages import final_run
 
+SAMPLE = 0
+"""The seed of samples of users: one for all runs, which are compared by the same users."""
 RECOMMENDED = 10
 """Items at the top of a user's ranking that count as recommended."""
 RECALL_OF = (10, 100)
@@ -215,7 +217,7 @@ class Evaluation:
 
     def _baselines(self, split: Split) -> dict[str, float]:
         everyone, num_items = self.users(split), self.dataset.num_items
-        users = everyone.sample(max(1, MOST_SCORES // num_items), self.config.train.seed)
+        users = everyone.sample(max(1, MOST_SCORES // num_items), SAMPLE)
         if len(users) < len(everyone):
             tell(self.said, f"the baselines are ranked for {len(users):,} of {len(everyone):,} users, a sample")
         scores: dict[str, Score] = {"popularity": popularity(target_counts(self.dataset, self.held_out))}
@@ -244,7 +246,7 @@ class Evaluation:
     def users(self, split: Split) -> RankingUsers:
         """Who is ranked."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
-        return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, self.config.train.seed)
+        return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, SAMPLE)
 
 
 def _cold(users: RankingUsers, count_X: np.ndarray) -> float:

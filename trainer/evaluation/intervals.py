@@ -22,9 +22,12 @@ def resampled_means(value_UM: Floats) -> Floats:
 
 def over_seeds(mean_RM: Floats, seed: int) -> Floats:
     """Means [R] over as many runs as there are, drawn with replacement: what other seeds of a group of runs could have
-    given. `seed`: another one for each group."""
+    given. `seed`: another one for each group. Draws lie closer to the mean of M runs than other runs would, their
+    variance being (M - 1) / M of an unbiased one; so their distances from it are made as much larger."""
     random, (R, M) = np.random.default_rng([1, seed]), mean_RM.shape
-    return np.take_along_axis(mean_RM, random.integers(0, M, (R, M)), axis=1).mean(1)
+    center_R = mean_RM.mean(1)
+    drawn_R: Floats = np.take_along_axis(mean_RM, random.integers(0, M, (R, M)), axis=1).mean(1)
+    return center_R + (drawn_R - center_R) * np.sqrt(M / max(M - 1, 1))
 
 
 def middle(mean_R: Floats) -> Floats:

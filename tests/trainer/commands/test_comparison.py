@@ -35,7 +35,7 @@ def test_intervals_are_paired_and_of_the_right_width() -> None:
     rank_U = np.where(random.random(4000) < 0.5, 1, 1000)
     better_U = rank_U.copy()
     better_U[np.flatnonzero(rank_U == 1000)[:40]] = 1
-    found = with_intervals({"one": rank_U, "other": better_U}, "one")
+    found = with_intervals({"one": rank_U[None], "other": better_U[None]}, "one")
     mean, low, high = found["one"]["test"]["hr@10"]
     assert mean == (rank_U == 1).mean()
     assert (high - low) / 2 == pytest.approx(1.96 * np.sqrt(0.25 / 4000), rel=0.08)
@@ -44,6 +44,25 @@ def test_intervals_are_paired_and_of_the_right_width() -> None:
     assert found["one"]["difference"]["mrr"] == [0.0, 0.0, 0.0]
     for metric in found["other"]["test"]:
         assert found["other"]["test"][metric][0] == pytest.approx(METRICS[metric](better_U).mean())
+
+
+def test_intervals_over_seeds_count_users_and_seeds() -> None:
+    """Two seeds of which one has 100 hits more, of 4,000 users: the interval of the mean is that of a normal variable
+    with the variance of the users and, of the seeds, 2 in place of 1 for their number."""
+    random = np.random.default_rng(1)
+    one_U = np.where(random.random(4000) < 0.5, 1, 1000)
+    seeds_SU = np.stack([one_U, one_U])
+    seeds_SU[1, np.flatnonzero(one_U == 1000)[:400]] = 1
+    found = with_intervals({"simple": one_U[None], "dot": seeds_SU, "same": seeds_SU[[0, 0]]}, "simple")
+    mean, low, high = found["dot"]["difference"]["hr@10"]
+    assert mean == pytest.approx(0.05) and found["dot"]["standard_error"] == pytest.approx(0.05)
+    # Draws of two seeds are both the one, both the other, or one of each.
+    assert low < mean - 0.05 * np.sqrt(2) + 0.003 and high > mean + 0.05 * np.sqrt(2) - 0.003
+    assert found["dot"]["users_that_differ"] == 400
+    # Seeds that change nothing leave the interval as that of one seed.
+    alone = with_intervals({"simple": one_U[None], "same": one_U[None]}, "simple")
+    assert found["same"]["test"] == alone["same"]["test"] and found["same"]["standard_error"] == 0
+    assert found["simple"]["standard_error"] == 0
 
 
 def row(
@@ -64,7 +83,7 @@ def row(
         "test": {"hr@10": [test, test - 0.01, test + 0.01], "hr@50": [0.5, 0.4, 0.6]},
         "difference": {"hr@10": [test - 0.2, low, high], "hr@50": [high50, high50, high50]},
         "users_that_differ": differ,
-    } | ({"still_rising": rising} if learned else {})
+    } | ({"still_rising": rising, "best_run": f"{method}-1", "runs": {method: {}}} if learned else {})
 
 
 BEHIND = "no learned model is ahead of EASE on validation, and on the test part HSTU, the best of them, is"
@@ -125,7 +144,7 @@ def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[st
             False,
             "--minutes 8, because HSTU's validation was",
         ),
-        (row("hstu", 0.3, 0.312, 0.09, 0.13), 0.5, True, "`logitmix train --refit out/hstu`, which"),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13), 0.5, True, "`logitmix train --refit out/hstu-1`, which"),
         (row("hstu", 0.3, 0.312, 0.09, 0.13, differ=5), 0.5, True, "--features all and another --out"),
         (row("hstu", 0.1, 0.312, 0.09, 0.13), 0.5, True, "--features all and another --out"),
         (row("hstu", 0.3, 0.1, -0.2, -0.1), 0.5, False, "features of the items (prepare --items), because"),
@@ -211,6 +230,37 @@ def test_all_methods_are_ranked_for_the_same_users_and_nothing_is_done_twice(
         assert [row["step"] for row in before] == [row["step"] for row in read_rows(out / name)]
         assert before != read_rows(out / name) and read_config(out / name).train.minutes == 6
     assert read_config(out / "mol" / "start").train.minutes == 3
+
+
+def test_each_seed_has_a_run_and_what_is_done_stays(
+    tmp_path: Path, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_dataset(tmp_path / "data", ring=True), tmp_path / "out"
+    words = ["compare", str(data), "--minutes", "5", "--out", str(out), "--threads", "1", "--methods", "dot", "mol"]
+    words += ["--evaluate.users", "30"]
+    cli.main([*words, "--seeds", "2"])
+    said = capsys.readouterr()
+    assert trained == ["dot", "mol", "dot-1", "mol-1"]
+    assert "4 of 4 runs are to be trained: 20 minutes, evaluation not counted" in said.err
+    assert "[4/4] MoL, seed 1, trains for 5 minutes, run directory" in said.err
+    found = json.loads((out / "compare.json").read_text())
+    for method in ("dot", "mol"):
+        (of,) = (row for row in found["methods"] if row["method"] == method)
+        of_runs = [means(read_ranks(out / run))["hr@10"] for run in (method, f"{method}-1")]
+        assert of["test"]["hr@10"][0] == pytest.approx(np.mean(of_runs)) and set(of["runs"]) == {method, f"{method}-1"}
+        assert of["standard_error"] == pytest.approx(np.std(of_runs, ddof=1) / np.sqrt(2))
+        assert f"{of['test']['hr@10'][0]:.4f} ± {of['standard_error']:.4f}" in " ".join(said.out.split())
+        assert of["best_run"] in of["runs"]
+    config = read_config(out / "mol-1")
+    assert config.first and config.train.seed == config.first.train.seed == 1
+    (out / "dot-1" / "results.json").unlink()  # as if interrupted
+    cli.main([*words, "--seeds", "2"])
+    again = capsys.readouterr()
+    assert trained[4:] == ["dot-1"] and again.out == said.out
+    assert "1 of 4 runs are to be trained: 5 minutes" in again.err
+    assert " over users and 2 seeds)" in again.out.replace("\n", " ")
+    cli.main(words)
+    assert len(trained) == 5 and " seeds" not in capsys.readouterr().out
 
 
 TIME = ["--data.split", "time", "--data.held-out", "0.1", "--evaluate.exclude-history", "no", "--evaluate.users", "0"]
@@ -398,6 +448,7 @@ def ease_of(found: dict[str, Any]) -> dict[str, Any]:
         ({"methods": ["MoL"]}, "methods is MoL; it must be among dot, mol, hstu"),
         ({"minutes": 0.0}, "minutes is 0.0; it must be above 0 and finite"),
         ({"minutes": float("inf")}, "minutes is inf; it must be above 0 and finite"),
+        ({"seeds": 0}, "seeds is 0; it must be 1 or more"),
         ({"threads": 0}, "threads is 0; it must be from 1 to "),
         ({"threads": 10_000}, "threads is 10000; it must be from 1 to "),
         ({"out": "data/runs"}, "is in the dataset directory"),
