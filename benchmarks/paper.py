@@ -79,9 +79,10 @@ keep their rows."""
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset of the paper: the recipe of its runs (`hstu`: of those with that encoder, where it has its own), the
-    metric that chooses, appendix A's sizes of methods, what differs from the recipe in all runs, and in those of MoL,
-    which start from the dot product's. `hstu_mol` is a recipe of MoL with that encoder that is trained as it is."""
+    """A dataset of the paper: the recipe of its runs (`hstu`: of those with that encoder or FuXi-alpha, where they have
+    their own), the metric that chooses, appendix A's sizes of methods, what differs from the recipe in all runs, and in
+    those of MoL, which start from the dot product's. `hstu_mol` is a recipe of MoL with HSTU that is trained as it
+    is."""
 
     recipe: str
     metric: str
@@ -161,8 +162,13 @@ PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
             "hstu+dot": (),
             "hstu+mol": (),
             "hstu+mol 8x8": (),
+            "fuxi+dot": (),
+            "fuxi+mol": (),
         },
-        "ml-100k": {name: () for name in ("bce", "dot", "mlp", "neumf", "deepfm", "mol", "hstu+dot", "hstu+mol")},
+        "ml-100k": {
+            name: ()
+            for name in ("bce", "dot", "mlp", "neumf", "deepfm", "mol", "hstu+dot", "hstu+mol", "fuxi+dot", "fuxi+mol")
+        },
         "ml-20m": {
             "bce": (0.0275, 0.1756, 0.4467, 0.8543, 0.0782),
             "dot": (0.0620, 0.2862, 0.5488, 0.8721, 0.1344),
@@ -245,7 +251,7 @@ class Options:
     datasets: str = ""
     """Those of the table that are in --data when left empty."""
     methods: str = ""
-    """All of the table when left empty; hstu+dot and hstu+mol take the other encoder."""
+    """All of the table when left empty; hstu+dot, hstu+mol, fuxi+dot and fuxi+mol take other encoders."""
     seeds: int = 1
     """train.seed 0, 1, …"""
     minutes: Annotated[float, tyro.conf.arg(aliases=("--budget",))] = 0.0
@@ -317,7 +323,7 @@ class Cell:
         data = DATASETS[self.dataset]
         if self.is_recipe:
             return data.hstu_mol
-        return data.hstu if data.hstu and self.method.startswith("hstu+") else data.recipe
+        return data.hstu if data.hstu and self.method.startswith(("hstu+", "fuxi+")) else data.recipe
 
     @property
     def is_recipe(self) -> bool:

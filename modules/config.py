@@ -70,6 +70,24 @@ class HSTUConfig:
 
 
 @dataclass(frozen=True)
+class FuXiConfig(HSTUConfig):
+    """The user side, of kind "fuxi": FuXi-alpha (Ye et al., 2025): HSTU with channels of attention of their own for
+    distances and, with `times`, for times, and with a gated feed-forward network."""
+
+    module = "logitmix.modules.encoders.fuxi:FuXi"
+    kind: str = "fuxi"
+    """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
+    dropout: float = 0.2
+    """Rate on the input, and in each block on the gated attention and before the second stage."""
+    expansion: int = 1
+    """Hidden width of the feed-forward network's second stage, in widths of the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_from(1, 64, "model.encoder.expansion", self.expansion)
+
+
+@dataclass(frozen=True)
 class PooledConfig:
     """The user side, of kind "pooled": the mean of the history through an MLP, blind to its order (the paper's
     non-sequential setting)."""
@@ -116,10 +134,10 @@ def _require_length(value: int) -> None:
     require_from(1, LONGEST, "model.encoder.max_length", value)
 
 
-EncoderConfig = SASRecConfig | HSTUConfig | PooledConfig
+EncoderConfig = SASRecConfig | HSTUConfig | FuXiConfig | PooledConfig
 ENCODERS = Kinds(
     "encoder",
-    {"sasrec": SASRecConfig, "hstu": HSTUConfig, "pooled": PooledConfig},
+    {"sasrec": SASRecConfig, "hstu": HSTUConfig, "fuxi": FuXiConfig, "pooled": PooledConfig},
     needs=("module", "dropout", "max_length", "require_width"),
 )
 """Settings of encoders, by kind. `module`: its class, which is built from the width and the settings."""

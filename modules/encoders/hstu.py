@@ -14,7 +14,7 @@ from ..config import HSTUConfig
 from ..linear import Linear
 from ..noise import Noise, derive_key, threshold
 from .hstu_attention import TIME_BUCKETS, attend
-from .stack import Stack, reset_bias
+from .stack import Stack
 
 EPSILON = 1e-6
 
@@ -32,14 +32,6 @@ class HSTU(Stack):
     def __init__(self, dim: int, config: HSTUConfig) -> None:
         blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
         super().__init__(dim, config, blocks, EPSILON)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        super().reset_parameters(generator)
-        for block in self.blocks.children():
-            assert isinstance(block, _Block)
-            for bias in (block.position_L, block.time_K):
-                if bias is not None:
-                    reset_bias(bias, generator)
 
 
 class _Block(nn.Module):

@@ -16,7 +16,8 @@ from ..noise import Noise
 
 
 class Stack(nn.Module):
-    """Packed item embeddings in, one query per position out. Each block takes ([T, D], packing, noise)."""
+    """Packed item embeddings in, one query per position out. Each block takes ([T, D], packing, noise); parameters of
+    its own, outside its layers, are biases of attention."""
 
     def __init__(
         self, dim: int, config: SASRecConfig | HSTUConfig, blocks: Iterable[nn.Module], epsilon: float
@@ -28,8 +29,11 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=epsilon)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        reset_bias(self.position_LD, generator)
+        _reset_bias(self.position_LD, generator)
         reset_layers(self, generator)
+        for block in self.blocks:
+            for bias in block.parameters(recurse=False):
+                _reset_bias(bias, generator)
 
     def forward(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
@@ -48,5 +52,5 @@ class Stack(nn.Module):
         return self.norm(x_TD)
 
 
-def reset_bias(bias: Tensor, generator: torch.Generator) -> None:
+def _reset_bias(bias: Tensor, generator: torch.Generator) -> None:
     nn.init.trunc_normal_(bias, std=0.02, a=-0.04, b=0.04, generator=generator)

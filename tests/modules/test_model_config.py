@@ -9,6 +9,7 @@ from logitmix.modules.config import (
     BCEConfig,
     DeepFMConfig,
     DotConfig,
+    FuXiConfig,
     HIndexerConfig,
     HSTUConfig,
     LossConfig,
@@ -37,6 +38,8 @@ NAN = float("nan")
         (HSTUConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
         (HSTUConfig, "model.encoder", "history_dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
         (HSTUConfig, "model.encoder", "max_length", [0, 10**9], [1, 2**16]),
+        (FuXiConfig, "model.encoder", "blocks", [0], [1]),
+        (FuXiConfig, "model.encoder", "expansion", [0, 65], [1, 64]),
         (PooledConfig, "model.encoder", "hidden", [0, 10**9], [1]),
         (PooledConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
         (PooledConfig, "model.encoder", "max_length", [0, 10**9], [1, 2**16]),
@@ -134,7 +137,7 @@ def test_a_component_of_the_user_leaves_one_for_the_history() -> None:
 
 
 def test_which_encoders_see_times() -> None:
-    assert sees_times(HSTUConfig(times=True))
+    assert sees_times(HSTUConfig(times=True)) and sees_times(FuXiConfig(times=True))
     assert not any(map(sees_times, (HSTUConfig(), SASRecConfig(), PooledConfig())))
 
 

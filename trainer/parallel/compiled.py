@@ -9,7 +9,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from logitmix.common.compiled import has_triton
-from logitmix.modules.encoders import hstu, sasrec
+from logitmix.modules.encoders import fuxi, hstu, sasrec
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity import components, dot, mol
@@ -23,6 +23,8 @@ _LEFT_ALONE: tuple[tuple[Any, str], ...] = (
     (sasrec, "attend_jagged"),
     (hstu, "attend"),
     (hstu, "_fused"),
+    (fuxi, "attend"),
+    (fuxi, "attend_places"),
     (dot, "l2_normalize"),
     (mol, "l2_normalize"),
     (components, "_gated"),

@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "parts": SGD | {"comm.parts": 3},
     "dot": SGD | {"model.similarity.kind": "dot"},
     "hstu": SGD | {"model.encoder.kind": "hstu", "model.encoder.times": True, "model.encoder.blocks": 2},
+    "fuxi": SGD | {"model.encoder.kind": "fuxi", "model.encoder.times": True, "model.encoder.blocks": 2},
     "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
     "recency": SGD | {"model.features": ["all", "recency"]},
     "batch": SGD | {"model.loss.share": "batch"},
@@ -81,7 +82,13 @@ CLIPPED: dict[str, dict[str, Any]] = {
 SETTINGS |= CLIPPED
 POOLED = BAGS | WEIGHTED_BAGS
 ALIKE = {"table_wise": "mixed", "dot": "in batch, dot", "batch": "in batch, dot", "position": "position, bce"}
-ALIKE |= {"all items": "all items, dot", "in batch": "groups", "user": "user component", "pooled": "hstu"}
+ALIKE |= {
+    "all items": "all items, dot",
+    "in batch": "groups",
+    "user": "user component",
+    "pooled": "hstu",
+    "fuxi": "hstu",
+}
 """Of each with the other, one is in the sample."""
 SAMPLE = one_of_each(
     SETTINGS,

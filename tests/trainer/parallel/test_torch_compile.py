@@ -18,7 +18,10 @@ from logitmix.trainer.parallel.compiled import compile_towers
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     "sasrec": {"model.encoder.dropout": 0.2},
-    "hstu": {"model.encoder.kind": "hstu", "model.similarity.kind": "dot", "model.hindexer.weight": 0.0},
+    **{
+        kind: {"model.encoder.kind": kind, "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
+        for kind in ("hstu", "fuxi")
+    },
 }
 
 
@@ -45,7 +48,10 @@ def losses_of(config: Config, flat: bool) -> list[Tensor]:
     ("backend", "name", "precision"),
     [
         ("eager", "sasrec", "bf16"),
-        *(pytest.param("aot_eager", *case, marks=pytest.mark.slow) for case in (("sasrec", "bf16"), ("hstu", "fp32"))),
+        *(
+            pytest.param("aot_eager", *case, marks=pytest.mark.slow)
+            for case in (("sasrec", "bf16"), ("hstu", "fp32"), ("fuxi", "fp32"))
+        ),
         pytest.param("inductor", "sasrec", "bf16", marks=pytest.mark.slow),
         pytest.param("inductor", "hstu", "fp32", marks=pytest.mark.slow),
     ],

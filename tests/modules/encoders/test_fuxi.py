@@ -1,0 +1,135 @@
+"""FuXi-alpha against one sequence after the other, each weight of each channel written out, in FP64."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_hstu import bucket, packing
+from test_sasrec import DIM, NOISE, filled, rows
+from torch import Tensor
+
+from logitmix.modules.config import FuXiConfig
+from logitmix.modules.encoders.fuxi import FuXi, attend_places
+from logitmix.modules.initialize import initialized
+from logitmix.modules.noise import Noise
+
+CONFIG = FuXiConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4, times=True, expansion=2)
+
+
+def make(dim: int = DIM, **changes: Any) -> FuXi:
+    return filled(FuXi(dim, replace(CONFIG, **changes)))
+
+
+def table(of: list[list[tuple[int, int] | None]], weight: Callable[[int, int], Tensor]) -> Tensor:
+    """The weights of pairs of positions, 0 where there is no pair."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return torch.stack([torch.stack([weight(*pair) if pair else zero for pair in row]) for row in of])
+
+
+def plain(
+    encoder: FuXi, item_LD: Tensor, row_L: Tensor, asked: list[int], time: list[int], heads: int, noise: Noise | None
+) -> Tensor:
+    """The queries [L, D] of one sequence."""
+    L, D = item_LD.shape
+
+    def drop(x: Tensor, site: str) -> Tensor:
+        return x if noise is None else x * noise.dropout(torch.ones_like(x), encoder.rate, site, row_L)
+
+    def left_out(x: Tensor) -> Tensor:
+        ones = torch.ones(L, 1, dtype=torch.float64)
+        return x if noise is None else x * noise.dropout(ones, encoder.history_rate, "history", row_L).sign()
+
+    def rms(x: Tensor) -> Tensor:
+        return x / ((x**2).mean(1, keepdim=True) + 1e-6).sqrt()
+
+    def silu(x: Tensor) -> Tensor:
+        return x / (1 + (-x).exp())
+
+    x = drop(left_out(item_LD) * math.sqrt(D) + encoder.position_LD[:L], "input")
+    for i, block in enumerate(encoder.blocks):
+        u = silu(rms(x) @ block.gate.weight.T)
+        v, q, k = (silu(rms(x) @ weight.T) for weight in block.value_query_key.weight.split(D))
+        earlier = [[(t, s) if s <= t else None for s in range(L)] for t in range(L)]
+        heads_of = [of.split(D // heads, 1) for of in (v, q, k)]
+        semantic = [
+            table(earlier, lambda t, s: silu(q_h[t] @ k_h[s]) / len(encoder.position_LD)) @ v_h  # noqa: B023
+            for v_h, q_h, k_h in zip(*heads_of, strict=True)
+        ]
+        channels = [*semantic, table(earlier, lambda t, s: block.position_L[t - s]) @ v]  # noqa: B023
+        if block.time_K is not None:
+            channels.append(table(earlier, lambda t, s: block.time_K[bucket(asked[t] - time[s])]) @ v)  # noqa: B023
+        gated = drop(rms(torch.cat(channels, dim=1)) * u, f"block{i}.gated")
+        o = x + gated @ block.merge.weight.T + block.merge.bias
+        normed = drop(rms(o), f"block{i}.feed")
+        w_1, w_2 = block.up.weight.chunk(2)
+        x = o + (silu(normed @ w_1.T) * (normed @ w_2.T)) @ block.down.weight.T
+    centred = x - x.mean(1, keepdim=True)
+    return centred / ((centred**2).mean(1, keepdim=True) + 1e-6).sqrt() * encoder.norm.weight + encoder.norm.bias
+
+
+@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@pytest.mark.parametrize("times", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
+    encoder, lengths = make(heads=heads, times=times), [3, 1, 0, 6, 2]
+    item_TD, packed = rows(sum(lengths)).requires_grad_(), packing(lengths, first_row=100)
+    assert packed.time_T is not None and packed.asked_T is not None and len(packed.groups) > 1
+    query_TD = encoder(item_TD, packed, noise)
+    expected_TD = torch.cat(
+        [
+            plain(
+                encoder, item_TD[at], packed.row_T[at], packed.asked_T[at].tolist(), packed.time_T[at].tolist(), heads,
+                noise,
+            )
+            for at in itertools.starmap(slice, itertools.pairwise(packed.bounds))
+            if at.stop > at.start
+        ]
+    )  # fmt: skip
+    torch.testing.assert_close(query_TD, expected_TD, rtol=0, atol=1e-12)
+
+    weight_TD = rows(12, seed=1)
+    wanted = [item_TD, *encoder.parameters()]
+    actual = torch.autograd.grad((query_TD * weight_TD).sum(), wanted)
+    expected = torch.autograd.grad((expected_TD * weight_TD).sum(), wanted)
+    for got, should in zip(actual, expected, strict=True):
+        assert bool(should.any())
+        torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int]) -> None:
+    encoder, item_TD = make().float(), torch.zeros(0, DIM, requires_grad=True)
+    encoder(item_TD, packing(lengths), NOISE).sum().backward()
+    for name, parameter in [("items", item_TD), *encoder.named_parameters()]:
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_a_sequence_that_is_too_long_is_refused() -> None:
+    with pytest.raises(IndexError):
+        attend_places(torch.zeros(7, 4), torch.zeros(6), None, packing([7]))
+
+
+def test_initial_weights_are_of_the_generator_alone() -> None:
+    one, other = (initialized(lambda: FuXi(64, CONFIG), torch.Generator().manual_seed(4)) for _ in range(2))
+    for (name, of), again in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(of, again), name
+        if name.endswith(("position_L", "time_K")):
+            assert 0 < float(of.detach().abs().max()) <= 0.04
+
+
+@torch.no_grad()
+def test_bf16_stays_close_to_full_precision() -> None:
+    encoder = make(dim=64, dropout=0.2, history_dropout=0.0, max_length=20).float()
+    encoder.reset_parameters(torch.Generator().manual_seed(0))
+    item_TD, packed = rows(46, dim=64).float() * 0.1, packing([20, 6, 1, 19])
+    full = encoder(item_TD, packed, NOISE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = encoder(item_TD, packed, NOISE)
+    assert half.dtype == torch.float32
+    # BF16 keeps 8 bits: 2^-9 for each rounding, of which a query sees a dozen; attention's norm enlarges some.
+    error = (half - full).norm(dim=1) / full.norm(dim=1)
+    assert 0 < float(error.mean()) < 2**-7 and float(error.max()) < 2**-5
