@@ -35,8 +35,11 @@ SMALL: Settings = {
     "model.loss.negatives": 3,
     "model.hindexer.weight": 0.0,
     "evaluate.users": 2,
+    "dense.eps": 1e-3,
+    "tables.eps": 1e-3,
 }
-"""Kernels run in Triton's interpreter."""
+"""Kernels run in Triton's interpreter. With Adam's usual eps, a gradient that is nearly zero moves its weight by the
+whole rate, in a direction that is one of rounding."""
 ONE_BLOCK = {"sasrec": {"blocks": 1}, "hstu": {"blocks": 1, "heads": 1, "times": True}, "pooled": {}}
 SIMILARITIES = ("dot", "mlp", "neumf", "deepfm", "mol")
 PAIRS: dict[str, Settings] = {
@@ -132,7 +135,7 @@ def compare(
     for name, settings in cases.items():
         for rank in on_device:
             assert not rank[name].faults, name
-        tolerance = 2e-2 if settings.get("train.precision") == "bf16" else 1e-4
+        tolerance = 2e-2 if settings.get("train.precision") == "bf16" else 1e-5
         for got, expected in zip(on_device[0][name].numbers, on_cpu[0][name].numbers, strict=True):
             assert got == pytest.approx(expected, rel=tolerance, abs=tolerance), name
     return on_device[0]

@@ -158,6 +158,8 @@ def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     columns, items = small_columns(X), [IDS.index(row["id"]) for row in rows]
     assert all(columns["price"][item] > 5 for item in items)
     assert Counter(columns["category"][item] for item in items) == {"b b": 3, "c's": 3, "d": 3}
+    cli.main(["retrieve", folder, "--history", IDS[3], "--where", "category = none", "--json"])
+    assert capsys.readouterr() == ("[]\n", "no item is left by --where, --allowed, --blocked and the history\n")
 
 
 def test_attributes_change_without_an_export(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from logitmix.common.messages import show, shown
+from logitmix.common.messages import say, show, shown
 from logitmix.launch.processes import is_main, launched
 from logitmix.trainer.commands.options import (
     ExportPlace,
@@ -112,6 +112,8 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         show(f"{arguments.out}: {count:,} requests answered")
         return
     (rows,) = retriever.answer([request], options)
+    if not rows:
+        say("no item is left by --where, --allowed, --blocked and the history")
     if arguments.json:
         print(json.dumps(rows))
         return

@@ -222,7 +222,7 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
     loaded. ValueError if there are none."""
     place, columns = asked.items or asked.data, {}
     if retriever.filters.columns and not asked.items:
-        return _some(retriever.filters.allowed(asked.where), f"with {asked.where}", tell)
+        return _some(retriever.filters.allowed(asked.where), f"fulfills {asked.where}", tell)
     if asked.items:
         table = read_items(asked.items, "item", {})
         ids, columns = table.ids.to_pylist(), table.columns
@@ -249,13 +249,13 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
         held_N = Filters(AsNeeded(columns), len(ids)).allowed(asked.where).mask
     only = np.zeros(retriever.num_items, bool)
     only[place_N[held_N & (place_N != ABSENT)]] = True
-    return _some(Allowed.of(only), f"in {place}" + (f" with {asked.where}" if asked.where else ""), tell)
+    return _some(Allowed.of(only), f"is in {place}" + (f" and fulfills {asked.where}" if asked.where else ""), tell)
 
 
 def _some(allowed: Allowed, which: str, tell: Callable[[str], None]) -> Allowed:
     """ValueError if there are none."""
     if not allowed.count:
-        raise ValueError(f"no item of the export is {which}")
+        raise ValueError(f"no item of the export {which}")
     tell(f"{allowed.count:,} of {allowed.num_items:,} items may be recommended")
     return allowed
 

@@ -509,7 +509,7 @@ def test_only_items_of_a_table_are_recommended(
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
     expected = Retriever.load(tmp_path / "served").recommend(requests, 5, stage1=stage1)
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
-    with pytest.raises(ValueError, match=r"no item of the export is in .* with left = 7"):
+    with pytest.raises(ValueError, match=r"no item of the export is in .* and fulfills left = 7"):
         api.recommend(tmp_path / "served", tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
 
 
