@@ -47,6 +47,7 @@ class Body(BaseModel):
     unknown: UnknownIds = "skip"
     exclude_history: bool | None = None
     explain: bool = False
+    columns: bool = False
     stage1: Annotated[int, Field(ge=1, le=MAX_STAGE_1)] | None = None
 
 

@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,8 @@ from logitmix.common.values import id_text, plain
 from logitmix.serving.texts import Texts
 
 Kind = Literal["number", "time", "text"]
+ACTIONS = "actions"
+"""The column with the number of an item's actions in the dataset."""
 NONE = -1
 """The place of no text."""
 _ABSENT = -2
@@ -29,6 +31,8 @@ _COMPARED = {
     "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 OPERATORS = ("=", *_COMPARED)
+_EPOCH, _LATEST = datetime(1970, 1, 1, tzinfo=UTC), 62e9
+"""Times beyond it, in seconds, have years that `datetime` does not know."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +74,18 @@ class Column:
     def missing(self, part: slice) -> np.ndarray:
         """Which have none."""
         return self._lacks(self.values[part].numpy())
+
+    def shown(self, item: int) -> float | str | None:
+        """An item's value, for JSON: a time in ISO 8601, in UTC."""
+        value = float(self.values[item])
+        if self.texts is not None:
+            return None if value == NONE else self.texts[int(value)]
+        if math.isnan(value):
+            return None
+        if self.kind == "time" and abs(value) < _LATEST:
+            found = (_EPOCH + timedelta(seconds=value)).isoformat(timespec="seconds").removesuffix("+00:00")
+            return found.removesuffix("T00:00:00")
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
     def labels(self, items: np.ndarray) -> list[float | None]:
         """Of some items, what is equal for those with equal values; None for those that have none."""

@@ -9,10 +9,12 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
+import torch
+
 from logitmix.common.files import file_stamp
 from logitmix.common.storage import fetch, is_copy
 from logitmix.serving.attributes import Changes, read_changes, with_changes
-from logitmix.serving.columns import Kind
+from logitmix.serving.columns import ACTIONS, Kind
 from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, stamp
@@ -22,6 +24,8 @@ from logitmix.serving.texts import Texts
 
 SEARCH_SECONDS = 1.0
 """Most time of a search."""
+MOST_FOUND = 10_000
+"""Items that a search finds before it ends, where the one with most actions comes first."""
 POLL_SECONDS = 1.0
 """Time between two looks at the manifest."""
 _LOOKS = 30
@@ -225,37 +229,53 @@ class LiveExport:
 
 
 def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:
-    """`items` that have each word of the query in their id or title, as {"id": raw id, "title": title}, first the one
-    whose id the query is; all items for an empty query. Where there are none, those that have words that differ from
-    the query's by one letter, or by two that are exchanged. At most `limit`, and what a second suffices for; whether
-    there may be `more`."""
+    """`items` that have each word of the query in their id or title, as {"id": raw id, "title": title, "columns":
+    {name: value}}, first the one whose id the query is, then those with most actions, if there is such a column; all
+    items for an empty query. Where there are none, those that have words that differ from the query's by one letter, or
+    by two that are exchanged. At most `limit`, of the first MOST_FOUND, and what a second suffices for; whether there
+    may be `more`. Also the kinds of all `columns`, and `most_score`, the largest score that can be; None if it is not
+    known."""
     retriever.files.check()
     deadline = time.monotonic() + SEARCH_SECONDS
-    exact = retriever.raw_ids.find(query)
-    places, searched = _places(retriever, query.split(), limit, deadline, Texts.containing)
+    exact, words, actions = retriever.raw_ids.find(query), query.split(), retriever.filters.columns.get(ACTIONS)
+    in_order = actions is not None and actions.kind == "number"
+    most = max(limit, MOST_FOUND) if in_order else limit
+    places, searched = _places(retriever, words, most, deadline, Texts.containing)
+    if not (places or (exact is not None and exact < retriever.num_items)):
+        places, searched = _places(retriever, words, most, deadline, _nearly_having)
+    if actions is not None and in_order:
+        at = torch.tensor(places, dtype=torch.int64) if words else torch.arange(retriever.num_items)
+        order = actions.values[at].nan_to_num(-1).argsort(descending=True, stable=True)
+        places = at[order[: limit + 1]].tolist()
     if exact is not None and exact < retriever.num_items:
         places = [exact, *(place for place in places if place != exact)]
-    elif not places:
-        places, searched = _places(retriever, query.split(), limit, deadline, _nearly_having)
     ids, titles = retriever.raw_ids, retriever.titles
-    shown = [{"id": ids[item], "title": titles[item] if titles else None} for item in places[:limit]]
-    return {"items": shown, "more": searched < retriever.num_items or len(places) > limit}
+    shown = [
+        {"id": ids[item], "title": titles[item] if titles else None, "columns": retriever.values(item)}
+        for item in places[:limit]
+    ]
+    return {
+        "items": shown,
+        "more": searched < retriever.num_items or len(places) > limit,
+        "columns": retriever.kinds,
+        "most_score": retriever.most_score,
+    }
 
 
 def _places(
     retriever: Retriever,
     words: list[str],
-    limit: int,
+    most: int,
     deadline: float,
     having: Callable[[Texts, str, int, int], Iterable[int]],
 ) -> tuple[list[int], int]:
-    """More than `limit` items that have all words, if there are as many, and how many items were looked at."""
+    """More than `most` items that have all words, if there are as many, and how many items were looked at."""
     texts = [of for of in (retriever.raw_ids, retriever.titles) if of]
     places: list[int] = []
     searched = 0
-    while searched < retriever.num_items and len(places) <= limit and time.monotonic() < deadline:
+    while searched < retriever.num_items and len(places) <= most and time.monotonic() < deadline:
         stop = min(searched + _WINDOW, retriever.num_items)
-        found = set(range(searched, stop if words else min(stop, searched + limit + 1)))
+        found = set(range(searched, stop if words else min(stop, searched + most + 1)))
         for word in words:
             found &= {item for of in texts for item in having(of, word, searched, stop)}
         places += sorted(found)

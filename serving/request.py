@@ -74,6 +74,8 @@ class Options:
 
     explain: bool = False
     """Whether each item of an answer says why it is there; for a k of at most 100."""
+    columns: bool = False
+    """Whether each item has its values of the filterable columns."""
 
     def __post_init__(self) -> None:
         for name in ("k", "stage1"):

@@ -53,8 +53,9 @@ class Row(TypedDict):
     id: str
     title: str | None
     score: float
+    columns: NotRequired[dict[str, float | str]]
+    """Its values of the filterable columns, without those that it lacks; where they are asked for, as is `why`."""
     why: NotRequired[Why]
-    """Where it is asked for."""
 
 
 class Retriever:
@@ -196,8 +197,15 @@ class Retriever:
         asked = self._all_asked(requests, options.unknown, first)
         keys_BK = self._ranked(asked, options)
         rows = self._rows(keys_BK)
+        if not (options.columns or options.explain):
+            return rows
+        found = split_keys(keys_BK)[0].tolist()
+        if options.columns:
+            for of_request, items in zip(rows, found, strict=True):
+                for row, item in zip(of_request, items, strict=False):
+                    row["columns"] = self.values(item)
         if options.explain:
-            self._explain(rows, asked, split_keys(keys_BK)[0].tolist())
+            self._explain(rows, asked, found)
         return rows
 
     @torch.inference_mode()
@@ -235,11 +243,22 @@ class Retriever:
             for row, why in zip(of_request, whys, strict=True):
                 row["why"] = why
 
+    @property
+    def most_score(self) -> float | None:
+        """The largest score that an item can have; None if nothing bounds it."""
+        of: Any = self.config.similarity
+        return 1 / of.temperature if of.kind in ("dot", "mol") and of.normalize else None
+
     def _title(self, item: int) -> str | None:
         return self.titles[item] if self.titles else None
 
     def _named(self, item: int) -> dict[str, Any]:
         return {"id": self.raw_ids[item], "title": self._title(item)}
+
+    def values(self, item: int) -> dict[str, float | str]:
+        """Of the filterable columns, by name, without those that the item lacks."""
+        found = {name: column.shown(item) for name, column in self.filters.columns.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     @torch.inference_mode()
     def query_sides(self, requests: Sequence[Request], unknown: UnknownIds = "skip") -> dict[str, Tensor]:

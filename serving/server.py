@@ -321,6 +321,16 @@ def make_app(
     @app.post("/retrieve", openapi_extra={"requestBody": described_body}, responses=ERRORS)
     async def retrieve(request: Request) -> Response:
         """The best items for a history."""
+        return await answered(request, batcher, compared)
+
+    @app.post("/shadow", openapi_extra={"requestBody": described_body}, responses=ERRORS)
+    async def of_shadow(request: Request) -> Response:
+        """Those of the export that is compared with the one that is served."""
+        if not compared:
+            raise HTTPException(404, "there is no shadow; logitmix serve --shadow DIR adds one")
+        return await answered(request, compared.batcher)
+
+    async def answered(request: Request, batcher: Batcher, compared: Shadow | None = None) -> Response:
         if unread.size > UNREAD:
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         state = getattr(request.state, "connection", None)
@@ -368,6 +378,7 @@ def make_app(
                 **export.missing,
                 **identity(of),
                 "num_items": of.num_items,
+                "shadow": identity(compared.export.retriever) if compared else None,
                 "attributes": export.changed or None,
                 "refused": "; ".join(filter(None, (export.refused, export.refused_attributes))) or None,
             }
@@ -392,7 +403,7 @@ def make_app(
     @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         """A page for people."""
-        text, policy = _page()
+        text, policy = _page("text" in export.retriever.kinds.values())
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy})
 
     _answer_errors(app)
@@ -409,7 +420,8 @@ def _answer_errors(app: FastAPI) -> None:
             404: f"there is no {path:.100}; there are: {', '.join(PATHS)}",
             405: f"{path} takes no {request.method}",
         }
-        return error_response(error.status_code, said.get(error.status_code, error.detail), error.headers)
+        known = error.detail if path in PATHS and error.status_code == 404 else said.get(error.status_code)
+        return error_response(error.status_code, known or error.detail, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -426,8 +438,9 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 @cache
-def _page() -> tuple[str, str]:
-    """The page, and the policy that lets the browser run the page's own script and nothing else."""
+def _page(has_texts: bool) -> tuple[str, str]:
+    """The page, and the policy that lets the browser run the page's own script and nothing else, and load the pictures
+    whose addresses the export's columns may have."""
     text = files("logitmix.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     def hashed(tag: str) -> str:
@@ -436,5 +449,6 @@ def _page() -> tuple[str, str]:
 
     return text, (
         f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"img-src {'http: https: ' if has_texts else ''}data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )

@@ -1,4 +1,4 @@
-"""`serve A --shadow B`: B answers a share of the requests after A has, and only the metrics tell of it."""
+"""`serve A --shadow B`: B answers a share of the requests after A has, for the metrics, and those to /shadow."""
 
 import asyncio
 import random

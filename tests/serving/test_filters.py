@@ -130,6 +130,24 @@ def test_a_default_joins_what_requests_say(served: Served) -> None:
         Retriever.load(served.path, where="weight = 1")
 
 
+def test_values_are_shown_to_who_asks(tmp_path: Path) -> None:
+    folder = export_small(small_model("mol", X), tmp_path / "served")
+    columns, retriever = small_columns(X), Retriever.load(folder)
+    (rows,) = retriever.answer([{"history": [IDS[3]]}], Options(50, columns=True))
+    for row in rows:
+        of = {name: values[IDS.index(row["id"])] for name, values in columns.items()}
+        expected = {name: str(value) if name == "since" else value for name, value in of.items() if value is not None}
+        assert row["columns"] == expected
+    assert all("columns" not in row for row in retriever.rows([IDS[3]], 5))
+    for values, shown in (
+        (pa.array([2.5, 3.0, None]), [2.5, 3, None]),
+        (pa.array(["2024-01-31T10:00:00", "2024-01-31T00:00:00"]), ["2024-01-31T10:00:00", "2024-01-31"]),
+        (pa.array([-86_400, 2**61], pa.timestamp("s")), ["1969-12-31", 2.0**61]),
+    ):
+        column = column_of("of", values)
+        assert [column.shown(item) for item in range(len(values))] == shown
+
+
 def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
     folder = export_small(small_model("mol", X), tmp_path / "served")
     with running(folder) as server:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import uvicorn
 from small_models import every_feature, export_small, in_order, random_histories, raw_ids, small_model
@@ -48,6 +49,7 @@ from logitmix.serving.server import Settings, make_server
 from logitmix.trainer import cli
 from logitmix.trainer.commands import serve
 from logitmix.trainer.commands.words import parse
+from logitmix.trainer.export.columns import column_of
 
 X = 60
 ALLOWED = Allowed(hosts=("here",))
@@ -354,7 +356,7 @@ def test_an_answer_says_what_answered(server: Running) -> None:
     items = found.pop("items")
     assert (status, found) == (200, known)
     assert_alike(items, retriever.rows(["id 7", "id 14"], 3))
-    about = {"status": "ok", **known, "num_items": X, "attributes": None, "refused": None}
+    about = {"status": "ok", **known, "num_items": X, "shadow": None, "attributes": None, "refused": None}
     assert server.ask(b"", "GET", "/healthz") == (200, about)
     assert server.ask(b"", "GET", "/readyz") == (200, {"status": "ready"})
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(known.items()))
@@ -768,7 +770,7 @@ def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.Monke
     monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.3)
     made: list[int] = []
     page = server_module._page
-    monkeypatch.setattr(server_module, "_page", lambda: made.append(1) or page())
+    monkeypatch.setattr(server_module, "_page", lambda *of: made.append(1) or page(*of))
     asked = 4000
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -886,38 +888,67 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
 
 def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_module, "_WINDOW", 7)
-    everything = [{"id": each, "title": f"«{each}»"} for each in raw_ids(X)]
+    retriever = silent.export.retriever
+    everything = [
+        {"id": each, "title": f"«{each}»", "columns": retriever.values(item)} for item, each in enumerate(raw_ids(X))
+    ]
+    about = {"columns": retriever.kinds, "most_score": pytest.approx(20)}
 
-    def found(query: str) -> Any:
-        return silent.ask(b"", "GET", f"/items?limit=100&query={query}")[1]
+    def found(query: str, limit: int = 100) -> Any:
+        return silent.ask(b"", "GET", f"/items?limit={limit}&query={query}")[1]
 
-    assert found("") == {"items": everything, "more": False}
-    assert found("%C2%AB") == {"items": everything, "more": False}
+    assert found("") == {"items": everything, "more": False} | about
+    assert found("%C2%AB") == {"items": everything, "more": False} | about
     with_7 = [each for each in everything if "7" in each["id"]]
-    assert found("7") == {"items": with_7, "more": False}
+    assert found("7") == {"items": with_7, "more": False} | about
     assert found("ID%2014")["items"] == [each for each in everything if "id 14" in each["id"]]
     monkeypatch.setattr(live_module, "_WINDOW", 1000)
-    assert silent.ask(b"", "GET", "/items?limit=2&query=id%2049")[1] == {
-        "items": [{"id": "id 49", "title": "«id 49»"}],
-        "more": False,
-    }
-    assert silent.ask(b"", "GET", "/items?limit=2&query=7")[1] == {"items": with_7[:2], "more": True}
+    assert found("id%2049", 2) == {"items": [everything[7]], "more": False} | about
+    assert found("7", 2) == {"items": with_7[:2], "more": True} | about
     monkeypatch.setattr(live_module, "SEARCH_SECONDS", 0.0)
-    assert silent.ask(b"", "GET", "/items?query=7")[1] == {"items": [], "more": True}
+    assert found("7") == {"items": [], "more": True} | about
+
+
+def searched(ids: list[str], titles: list[str] | None, *words: Any, **columns: list[Any]) -> list[str]:
+    """The ids of what a search finds."""
+    made = {name: column_of(name, pa.array(values)) for name, values in columns.items()}
+    retriever: Any = SimpleNamespace(
+        raw_ids=in_order(ids),
+        num_items=len(ids),
+        titles=in_order(titles) if titles else None,
+        files=MappedFiles({}),
+        filters=SimpleNamespace(columns=made),
+        kinds={},
+        values=lambda item: {},
+        most_score=None,
+    )
+    return [row["id"] for row in search(retriever, *words)["items"]]
+
+
+def test_the_most_popular_items_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "_WINDOW", 2)
+    titles, actions = ["red", "red 4", "blue", "red", "blue"], [2, 9, None, 9, 1]
+    for query, limit, ids in (
+        ("red", 9, "241"),
+        ("red", 2, "24"),
+        ("blue", 9, "53"),
+        ("", 3, "241"),
+        ("", 9, "24153"),
+        ("4", 9, "42"),  # the very id, though it is second
+        ("green", 9, ""),
+    ):
+        assert "".join(searched([*"12345"], titles, query, limit, actions=actions)) == ids, query
+    assert "".join(searched([*"123"], ["a", "a", "a"], "a", 9, actions=["x", "y", "z"])) == "123"
+    monkeypatch.setattr(live_module, "MOST_FOUND", 1)
+    assert "".join(searched([*"12345"], titles, "red", 1, actions=actions)) == "2"
 
 
 def test_the_item_of_the_very_id_comes_first() -> None:
-    retriever: Any = SimpleNamespace(
-        raw_ids=in_order(["10", "1", "2"]), num_items=3, titles=None, files=MappedFiles({})
-    )
-    assert [row["id"] for row in search(retriever, "1", 5)["items"]] == ["1", "10"]
+    assert searched(["10", "1", "2"], None, "1", 5) == ["1", "10"]
 
 
 def test_items_are_searched_by_words_and_with_slips() -> None:
-    titles = in_order(["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"])
-    retriever: Any = SimpleNamespace(
-        raw_ids=in_order(["1", "2", "3", "4"]), num_items=4, titles=titles, files=MappedFiles({})
-    )
+    titles = ["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"]
     for query, ids in {
         "night": "123",
         "night the": "13",
@@ -935,7 +966,7 @@ def test_items_are_searched_by_words_and_with_slips() -> None:
         "muurning": "",
         "ladxx": "",
     }.items():
-        assert "".join(row["id"] for row in search(retriever, query, 9)["items"]) == ids, query
+        assert "".join(searched([*"1234"], titles, query, 9)) == ids, query
 
 
 def test_the_page_needs_nothing_else(server: Running) -> None:
@@ -946,6 +977,8 @@ def test_the_page_needs_nothing_else(server: Running) -> None:
     # No address but its own, and nothing from data becomes markup.
     assert re.findall(r"https?:|//\w|<link(?! rel=\"icon\" href=\"data:,\")|<img|@import", page) == []
     assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
+    # Texts may be the addresses of pictures.
+    assert "img-src http: https: data:;" in policy and "img-src data:;" in server_module._page(False)[1]
 
 
 def test_metrics(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`logitmix serve --shadow`: another export answers too, and only the metrics tell of it."""
+"""`logitmix serve --shadow`: another export answers too, for the metrics, and who asks it."""
 
 import asyncio
 from pathlib import Path
@@ -48,6 +48,24 @@ def test_the_shadow_is_compared_and_not_seen(tmp_path: Path, monkeypatch: pytest
         server.ask(questions[0])
         until(lambda: agreement(server, 10)[0] == 4)
         assert agreement(server, 10)[1] == pytest.approx((sum(shares) + 1) / 4)
+
+
+def test_the_shadow_can_be_asked(tmp_path: Path) -> None:
+    served = export_small(small_model("dot", X), tmp_path / "served")
+    shadow = LiveExport(export_small(small_model("dot", X, seed=1), tmp_path / "other"), print)
+    with running(served, shadow=shadow) as server:
+        status, found = server.ask({"history": ["id 7"], "k": 5}, path="/shadow")
+        expected = shadow.retriever.rows(["id 7"], 5)
+        assert status == 200 and [row["id"] for row in found["items"]] == [row["id"] for row in expected]
+        assert found["digest"] == shadow.retriever.digest
+        assert server.ask(b"", "GET", "/healthz")[1]["shadow"]["digest"] == shadow.retriever.digest
+        assert server.ask({"history": 5}, path="/shadow")[0] == 400
+        assert agreement(server, 1)[0] == 0
+    with running(served) as server:
+        assert server.ask({"history": ["id 7"]}, path="/shadow") == (
+            404,
+            {"error": "there is no shadow; logitmix serve --shadow DIR adds one"},
+        )
 
 
 def test_what_the_shadow_cannot_answer_is_counted(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Arguments:
     deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
     shadow: str = ""
-    """Another serving directory that answers requests too, unseen: /metrics compares its answers and their times."""
+    """Another serving directory that answers requests too: /metrics and the page compare the answers."""
     shadow_share: float = 1.0
     """Share of the requests that it answers."""
     allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

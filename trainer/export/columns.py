@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from logitmix.common.mappings import nearest
-from logitmix.serving.columns import NONE, Column, Kind
+from logitmix.serving.columns import ACTIONS, NONE, Column, Kind
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.arrow import as_numpy, is_number, is_text, is_time
 from logitmix.trainer.data.dataset import Dataset
@@ -56,8 +56,8 @@ def dataset_columns(dataset: Dataset) -> dict[str, pa.Array]:
 def filter_columns(
     names: Collection[str], dataset: Dataset, table: str, tell: Callable[[str], object]
 ) -> dict[str, Column]:
-    """The columns of these names for the dataset's items: features of the dataset, or columns of a table. ValueError
-    for other names, and for columns that cannot be compared."""
+    """The columns of these names for the dataset's items: features of the dataset, columns of a table, or the number of
+    actions. ValueError for other names, and for columns that cannot be compared."""
     there = dataset_columns(dataset)
     if table and not {*names} <= there.keys():
         ids, read = dataset.raw_id_column().cast(pa.string()).combine_chunks(), read_items(table, "item", {})
@@ -65,10 +65,12 @@ def filter_columns(
             of = f"{len(absent):,} of {len(ids):,} items of {dataset.path}"
             tell(f"{of} are not in {table}, such as {absent[0].as_py()!r}")
         there = read.of(ids) | there
+    if ACTIONS not in there:
+        there[ACTIONS] = pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
     for name in names:
         if name not in there:
             place = table or dataset.path
-            known = ", ".join(there) or "none; give a table with --items"
+            known = ", ".join(there)
             if not table and name in dataset.item_features:
                 raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {known}")
             raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, list(there))}; there are: {known}")

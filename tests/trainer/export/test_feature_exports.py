@@ -539,8 +539,9 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     out, stock = tmp_path / "served", tmp_path / "stock.csv"
     export(run, out, filterable=[])
     assert "this export can keep --filterable brand,price" in capsys.readouterr().err
-    export(run, out, True, filterable=["brand", "price"])
+    export(run, out, True, filterable=["brand", "price", "actions"])
     columns = read(out).columns
+    assert columns["actions"].values.tolist() == np.bincount(dataset.items_flat, minlength=ITEMS).tolist()
     records = [item_record(dataset, item) for item in range(ITEMS)]
     assert columns["brand"].texts is not None and columns["price"].kind == "number"
     brands = [columns["brand"].texts[at] if at >= 0 else None for at in columns["brand"].values.tolist()]
