@@ -1,5 +1,6 @@
-"""Kernels in Triton's interpreter: each of the tests' `*triton_checks.py`, as a program. And where Triton is loaded."""
+"""Kernels in Triton's interpreter: each of the tests' `*triton_checks.py`. And where Triton is loaded."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-PROGRAMS = sorted(HERE.rglob("*triton_checks.py"))
-TOGETHER = """
-import os, runpy, sys
-for program in sys.argv[2:]:
-    sys.path.insert(0, os.path.dirname(program))
-    runpy.run_path(program, run_name="__main__")
+CHECKS = sorted(HERE.rglob("*triton_checks.py"))
+IN_THE_INTERPRETER = """
+import importlib, pathlib, sys, warnings
+# NumPy says that e^x overflows and that infinity times 0 is not a number, as is meant.
+warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+for file in map(pathlib.Path, sys.argv[2:]):
+    sys.path.insert(0, str(file.parent))
+    importlib.import_module(file.stem).check_all("cpu", few=sys.argv[1] == "few")
 """
 ON_THE_CPU = """
 import sys
@@ -29,17 +32,19 @@ assert not kernels, kernels
 
 def test_the_kernels_do_what_their_plain_forms_do() -> None:
     """A few sizes of each, in one process."""
-    run("-c", TOGETHER, "few", *map(str, PROGRAMS))
+    run("-c", IN_THE_INTERPRETER, "few", *map(str, CHECKS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.relative_to(HERE).as_posix())
-def test_the_kernels_do_so_for_all_sizes(program: Path) -> None:
-    run(str(program), "all")
+@pytest.mark.parametrize("checks", CHECKS, ids=lambda checks: checks.relative_to(HERE).as_posix())
+def test_the_kernels_do_so_for_all_sizes(checks: Path) -> None:
+    run("-c", IN_THE_INTERPRETER, "all", str(checks))
 
 
 def run(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", *words], cwd=HERE.parent, capture_output=True, text=True)
+    """In a process of its own: Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read."""
+    command, environment = [sys.executable, "-W", "error", *words], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

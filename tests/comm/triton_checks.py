@@ -1,13 +1,4 @@
-"""Holds the Triton codec to the plain path's bytes: `python triton_checks.py few|all` does it in Triton's interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds the Triton codec to the plain path's bytes."""
 
 import hypothesis.strategies as st
 import torch
@@ -100,7 +91,3 @@ def check_all(device: str, few: bool = False) -> None:
     check_every_kind_of_number(device)
     if not few:
         check_rows(device, 100)
-
-
-if __name__ == "__main__":
-    check_all("cpu", few=sys.argv[1] == "few")

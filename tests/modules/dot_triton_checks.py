@@ -1,15 +1,4 @@
-"""Holds the Triton form of the dot product's loss to the block form in plain torch: `python dot_triton_checks.py
-few|all` does it in the interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-import warnings
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds the Triton form of the dot product's loss to the block form in plain torch."""
 
 from dataclasses import replace
 from itertools import product
@@ -91,9 +80,3 @@ def check_all(device: str, few: bool = False) -> None:
     check_types(device)
     for case, corrected in product(CASES[:1] if few else CASES, (True,) if few else (False, True)):
         check(*case, corrected, device)
-
-
-if __name__ == "__main__":
-    # NumPy says that minus infinity is subtracted, as is meant.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,14 +1,4 @@
-"""Holds dropout in Triton to plain torch's, bit for bit: `python noise_triton_checks.py few|all` does it in the
-interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds dropout in Triton to plain torch's, bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -132,11 +122,3 @@ def check_not_finite(dtype: torch.dtype, device: str) -> None:
     )
     torch.testing.assert_close(got, should, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(got.signbit() & (got == 0), should.signbit() & (should == 0))
-
-
-if __name__ == "__main__":
-    # NumPy says that infinity times 0 is not a number, as is meant.
-    import warnings
-
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    check_all("cpu", few=sys.argv[1] == "few")

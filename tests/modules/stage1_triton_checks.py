@@ -1,13 +1,4 @@
-"""Holds stage 1 in Triton to its definition: `python stage1_triton_checks.py few|all` does it in the interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds stage 1 in Triton to its definition."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,7 +150,3 @@ def check_all(device: str, few: bool = False) -> None:
         if not few:
             check_cases(device, 100)
         stage1._sample_on.cache_clear()
-
-
-if __name__ == "__main__":
-    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,17 +1,7 @@
-"""Holds the Triton form of HSTU's attention to the plain one: `python hstu_triton_checks.py few|all` does it in the
-interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
+"""Holds the Triton form of HSTU's attention to the plain one."""
 
 import itertools
 import math
-import os
-import sys
-import warnings
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis.strategies as st
 import torch
@@ -179,9 +169,3 @@ def check_all(device: str, few: bool = False) -> None:
     check_extremes(device)
     if not few:
         check_cases(device, 100)
-
-
-if __name__ == "__main__":
-    # NumPy says that e^x overflows, where a GPU goes on with infinity, as is meant.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,13 +1,4 @@
-"""Holds gated units in Triton to plain torch's: `python gated_triton_checks.py few|all` does it in the interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds gated units in Triton to plain torch's."""
 
 import torch
 from torch import Tensor
@@ -45,11 +36,3 @@ def close(got: Tensor, should: Tensor) -> None:
     assert got.dtype == should.dtype and got.shape == should.shape
     relative, absolute = {torch.float32: (2e-6, 4e-6), torch.bfloat16: (2**-7, 1e-4)}[got.dtype]
     torch.testing.assert_close(got.detach().cpu(), should.detach(), rtol=relative, atol=absolute)
-
-
-if __name__ == "__main__":
-    # NumPy says that an exponential overflows, as is meant.
-    import warnings
-
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,15 +1,4 @@
-"""Holds the Triton form of MoL's scores to the similarity: `python mol_scores_triton_checks.py few|all` does it in the
-interpreter. Axes as in mol_scores.py.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-import warnings
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds the Triton form of MoL's scores to the similarity. Axes as in mol_scores.py."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -156,9 +145,3 @@ def check_all(device: str, few: bool = False) -> None:
     check_pairs_alone(device)
     if not few:
         check_cases(device, 100)
-
-
-if __name__ == "__main__":
-    # NumPy says that e^x overflows, where a GPU goes on with infinity, as is meant.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    check_all("cpu", few=sys.argv[1] == "few")

@@ -1,14 +1,4 @@
-"""Holds normalization in Triton to plain torch's: `python normalize_triton_checks.py few|all` does it in the
-interpreter.
-
-A program of its own, because Triton reads TRITON_INTERPRET while it is imported, and keeps to what it read.
-"""
-
-import os
-import sys
-
-if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""Holds normalization in Triton to plain torch's."""
 
 import torch
 from torch import Tensor
@@ -54,7 +44,3 @@ def close(got: Tensor, should: Tensor) -> None:
     last_bit = {torch.float32: 2e-6, torch.bfloat16: 2**-7}[got.dtype]
     largest = should.detach().float().abs().amax(-1, keepdim=True)
     assert bool(((got.detach().cpu().float() - should.detach().float()).abs() <= last_bit * largest).all())
-
-
-if __name__ == "__main__":
-    check_all("cpu", few=sys.argv[1] == "few")
