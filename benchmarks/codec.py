@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import fbgemm_gpu
 import torch
@@ -24,11 +25,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, milliseconds
 from logitmix.comm import fp8, fp8_plain
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-Step = Callable[[], torch.Tensor]
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,26 @@ def main(options: Options) -> None:
     torch.set_num_threads(1)
     _keep_freed_memory()
     if options.scales:
-        errors = _errors()
-        _print(options, errors, lambda: _show_errors(errors))
-        return
-    rows = [row for dim in (64, 128) for row in measure(dim, options)]
-    _print(options, [vars(row) for row in rows], lambda: _show_speed(rows, options))
+        _show_errors(_errors())
+    else:
+        _show_speed([row for dim in (64, 128) for row in measure(dim, options)], options)
 
 
 def measure(dim: int, options: Options) -> list[Row]:
     x = torch.randn(options.megabytes * 2**20 // 4 // dim, dim, device=options.device)
     steps, wire_bytes = _steps(x)
-    seconds = _interleaved(steps, options)
-    gigabytes = x.numel() * 4 / 1e9
-    copy = gigabytes * 2 / statistics.median(seconds["", "", "copy"])
+    # CPU time, so that a busy machine does not count, or a GPU's time.
+    clock = time.perf_counter if x.is_cuda else time.process_time
+    found = milliseconds(steps, options.repetitions, clock, torch.cuda.synchronize if x.is_cuda else lambda: None)
+    megabytes = x.numel() * 4 / 1e6
+    copy = megabytes * 2 / statistics.median(found["", "", "copy"])
     rows = []
-    for (form, way, name), times in seconds.items():
+    for (form, way, name), times in found.items():
         if name == "copy":
             continue
-        speeds = [gigabytes / t for t in times]
-        median = gigabytes / statistics.median(times)
-        eager = gigabytes / statistics.median(seconds[form or "E4M3", way, "eager"])
+        speeds = [megabytes / t for t in times]
+        median = megabytes / statistics.median(times)
+        eager = megabytes / statistics.median(found[form or "E4M3", way, "eager"])
         moved = 1 + wire_bytes[name] / (4 * dim)
         spread = (min(speeds), max(speeds))
         rows.append(Row(dim, form, way, name, wire_bytes[name], median, *spread, median / eager, median * moved / copy))
@@ -90,40 +91,32 @@ def measure(dim: int, options: Options) -> list[Row]:
 
 def _steps(x: torch.Tensor) -> tuple[dict[tuple[str, str, str], Step], dict[str, int]]:
     """(format, way, name) -> what to time; and bytes of a row on the wire by name."""
-    dim, device = x.shape[1], x.device
+    dim, device, ops = x.shape[1], x.device, torch.ops.fbgemm
     target = torch.empty_like(x)
     wire = torch.empty(len(x), dim + fp8.SCALE_BYTES, dtype=torch.uint8, device=device)
     steps: dict[tuple[str, str, str], Step] = {("", "", "copy"): lambda: target.copy_(x)}
     wire_bytes = {"eager": dim + 4, "codec": dim + 2, "codec, at random": dim + 2, "plain": dim + 2}
     for form, dtype in FORMATS.items():
-        steps[form, "quantize", "eager"] = lambda dtype=dtype: _eager_quantize(x, dtype)[0]  # type: ignore[misc]
+        steps[form, "quantize", "eager"] = partial(_eager_quantize, x, dtype)
         payload, scale = _eager_quantize(x, dtype)
         steps[form, "dequantize", "eager"] = lambda p=payload, s=scale: p.float() * s  # type: ignore[misc]
-        steps[form, "quantize", "codec"] = lambda d=dtype: fp8.quantize_rowwise(x, d)  # type: ignore[misc]
-        steps[form, "quantize", "codec, at random"] = (  # type: ignore[misc]
-            lambda d=dtype: fp8.quantize_rowwise(x, d, seed=1)
-        )
+        steps[form, "quantize", "codec"] = partial(fp8.quantize_rowwise, x, dtype)
+        steps[form, "quantize", "codec, at random"] = partial(fp8.quantize_rowwise, x, dtype, seed=1)
         sent = fp8.quantize_rowwise(x, dtype)
-        steps[form, "dequantize", "codec"] = (  # type: ignore[misc]
-            lambda d=dtype, w=sent: fp8.dequantize_rowwise(w, d, [dim])
-        )
-        steps[form, "quantize", "plain"] = lambda d=dtype: _plain(x, d, wire)  # type: ignore[misc]
+        steps[form, "dequantize", "codec"] = partial(fp8.dequantize_rowwise, sent, dtype, [dim])
+        steps[form, "quantize", "plain"] = partial(fp8_plain.quantize, x, dtype, [dim], None, wire)
         if x.is_cuda:
             wire_bytes["FBGEMM FP8"] = -(-dim // 4) * 4 + 8
             forward = form == "E4M3"
-            packed = torch.ops.fbgemm.FloatToFP8RowwiseQuantized(x, forward)
-            steps[form, "quantize", "FBGEMM FP8"] = (  # type: ignore[misc]
-                lambda f=forward: torch.ops.fbgemm.FloatToFP8RowwiseQuantized(x, f)
-            )
-            steps[form, "dequantize", "FBGEMM FP8"] = (  # type: ignore[misc]
-                lambda f=forward, p=packed: torch.ops.fbgemm.FP8RowwiseQuantizedToFloat(p, f)
-            )
+            packed = ops.FloatToFP8RowwiseQuantized(x, forward)
+            steps[form, "quantize", "FBGEMM FP8"] = partial(ops.FloatToFP8RowwiseQuantized, x, forward)
+            steps[form, "dequantize", "FBGEMM FP8"] = partial(ops.FP8RowwiseQuantizedToFloat, packed, forward)
     wire_bytes |= {"FBGEMM INT8": dim + 8, "FP16": 2 * dim}
-    int8, half = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(x), x.half()
-    steps["", "quantize", "FBGEMM INT8"] = lambda: torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(x)
-    steps["", "dequantize", "FBGEMM INT8"] = lambda: torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(int8)
-    steps["", "quantize", "FP16"] = lambda: x.half()
-    steps["", "dequantize", "FP16"] = lambda: half.float()
+    int8, half = ops.FloatToFused8BitRowwiseQuantized(x), x.half()
+    steps["", "quantize", "FBGEMM INT8"] = partial(ops.FloatToFused8BitRowwiseQuantized, x)
+    steps["", "dequantize", "FBGEMM INT8"] = partial(ops.Fused8BitRowwiseQuantizedToFloat, int8)
+    steps["", "quantize", "FP16"] = x.half
+    steps["", "dequantize", "FP16"] = half.float
     return steps, wire_bytes
 
 
@@ -132,37 +125,12 @@ def _eager_quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return (x / scale).to(dtype), scale
 
 
-def _plain(x: torch.Tensor, dtype: torch.dtype, wire: torch.Tensor) -> torch.Tensor:
-    fp8_plain.quantize(x, dtype, [x.shape[1]], None, wire)
-    return wire
-
-
-def _interleaved(steps: dict[tuple[str, str, str], Step], options: Options) -> dict[tuple[str, str, str], list[float]]:
-    """Seconds of CPU time, so that a busy machine does not count, or of GPU time; without the first round."""
-    clock = time.perf_counter if options.device.startswith("cuda") else time.process_time
-    seconds: dict[tuple[str, str, str], list[float]] = {key: [] for key in steps}
-    for repetition in range(options.repetitions + 1):
-        for key, step in steps.items():
-            _wait(options)
-            began = clock()
-            step()
-            _wait(options)
-            if repetition:
-                seconds[key].append(clock() - began)
-    return seconds
-
-
 def _keep_freed_memory() -> None:
     """Fresh pages would cost every method more than its arithmetic; in training, buffers of such sizes are reused."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def _wait(options: Options) -> None:
-    if options.device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def _errors() -> list[dict[str, float | int | str]]:
@@ -215,10 +183,6 @@ def _show_speed(rows: list[Row], options: Options) -> None:
         cells = (f"{row.wire_bytes}", speed, f"{row.ratio:.2f}", f"{row.of_copy:.2f}")
         shown.add_row(str(row.dim), row.way, row.format, row.name, *cells)
     Console(width=140).print(shown)
-
-
-def _print(options: Options, results: object, show: Callable[[], None]) -> None:
-    show()
 
 
 def _setting(options: Options) -> str:

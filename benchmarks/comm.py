@@ -1,6 +1,6 @@
 """The FP8 wire on a throttled link: one model on two ranks, with embeddings sent as FP32, FP16 and FP8.
 
-    python -m benchmarks.comm [--links 200mbit,1gbit,10gbit] [--arms fp32,fp16,fp8] [--quick]
+    python -m benchmarks.comm [--links 200mbit,1gbit,10gbit] [--arms fp32,fp16,fp8]
 
 Each rank has one thread and a network namespace of its own; a veth pair with a token bucket (tc tbf) at both ends
 joins them. That takes root and iproute2; without them the ranks use the loopback, unthrottled. The model is small, with
@@ -83,8 +83,6 @@ class Options:
     """Steps of a run; the first 10 are warm-up."""
     repeats: int = 3
     """Runs of each arm on a link, the arms in turn; the speed is their median."""
-    quick: bool = False
-    """One run of 20 steps an arm."""
 
     def __post_init__(self) -> None:
         if strange := set(self.arms.split(",")) - set(ARMS):
@@ -94,7 +92,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    steps, repeats = (20, 1) if options.quick else (options.steps, options.repeats)
+    steps, repeats = options.steps, options.repeats
     # So that a killed run leaves no namespace behind either.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -154,21 +152,8 @@ def _wire() -> Iterator[Wire]:
                 # First, so that a kill in between leaves nothing either.
                 stack.callback(_remove, name)
                 _run("ip", "netns", "add", name)
-            _run(
-                "ip",
-                "link",
-                "add",
-                DEVICE,
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                DEVICE,
-                "netns",
-                names[1],
-            )
+            ends = [f"{DEVICE} netns {name}" for name in names]
+            _run(*f"ip link add {ends[0]} type veth peer name {ends[1]}".split())
             for rank, name in enumerate(names):
                 _run("ip", "-n", name, "link", "set", "lo", "up")
                 _run("ip", "-n", name, "addr", "add", f"10.0.0.{rank + 1}/24", "dev", DEVICE)

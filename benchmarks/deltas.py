@@ -10,10 +10,8 @@ same for the whole export; a server looks every second. Times are CPU seconds of
 of the whole export is checked, bit for bit.
 """
 
-import resource
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import cpu_seconds, machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
@@ -83,10 +81,10 @@ def _measured(folder: Path, options: Options, changed: int, new_towers: bool, ca
     deltas.mkdir(parents=True)
     _export(base, _model(item_XD, options.seed), cached)
     seconds: dict[str, float] = {}
-    seconds["export"] = _cpu(lambda: _export(whole, _model(other_XD, options.seed + new_towers), cached))
+    seconds["export"] = cpu_seconds(lambda: _export(whole, _model(other_XD, options.seed + new_towers), cached))
     before = reader.read(base)
     made: list[dict[str, Any]] = []
-    seconds["delta"] = _cpu(lambda: made.append(write_delta(before, whole, folder / "made", 1)))
+    seconds["delta"] = cpu_seconds(lambda: made.append(write_delta(before, whole, folder / "made", 1)))
     live = LiveExport(base, lambda line: None, deltas=deltas)
     publish(folder / "made", deltas / "1")
     found = []
@@ -95,7 +93,7 @@ def _measured(folder: Path, options: Options, changed: int, new_towers: bool, ca
         assert live.refresh()
         found.append(live.retriever.retrieve(HISTORIES, K))
 
-    seconds["apply"] = _cpu(answered)
+    seconds["apply"] = cpu_seconds(answered)
     expected = Retriever.load(whole).retrieve(HISTORIES, K)
     assert torch.equal(found[0].items, expected.items) and torch.equal(found[0].scores, expected.scores)
     replaced = LiveExport(base, lambda line: None)
@@ -105,7 +103,7 @@ def _measured(folder: Path, options: Options, changed: int, new_towers: bool, ca
         assert replaced.refresh()
         replaced.retriever.retrieve(HISTORIES, K)
 
-    seconds["reload"] = _cpu(reloaded)
+    seconds["reload"] = cpu_seconds(reloaded)
     of_delta, of_whole = (sum(of["bytes"] for of in files.values()) / 1e6 for files in _files(made[0]))
     return {
         "item cache": "yes" if cached else "no",
@@ -132,16 +130,6 @@ def _export(out: Path, model: SavedModel, cached: bool) -> None:
     about = About(MODEL, Source("run", model.step, "made"), model.num_items, True, model.tower.schema, cached)
     with process_group("cpu", 60) as ranks:
         export_model(model, about, DatasetItems(lambda: ids, lambda: None), out, False, ranks)
-
-
-def _cpu(work: Callable[[], object]) -> float:
-    def now() -> float:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime
-
-    start = now()
-    work()
-    return now() - start
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a condition on a column costs a request, and whether its answer is that of brute force.
 
-    python -m benchmarks.filters [--items 1000000] [--kept 1000,100000] [--requests 10] [--json]
+    python -m benchmarks.filters [--items 1000000] [--kept 1000,100000] [--requests 10]
 
 MoL of 4 x 4 components of width 16 and an h-indexer of width 32, untrained, over random items, with a column of which a
 condition lets a share of the items through, at random. The times are CPU milliseconds of a request on one thread, in
@@ -10,10 +10,7 @@ turn with those of the same request without a condition: medians of the requests
 of these.
 """
 
-import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import cpu_seconds, machine
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
@@ -49,8 +46,6 @@ class Options:
     kept: str = "1000,100000"
     """k', separated by commas."""
     requests: int = 10
-    json: bool = False
-    """Print JSON."""
 
 
 @torch.inference_mode()
@@ -78,7 +73,7 @@ def main(options: Options) -> None:
     rows = []
     for share in track(SHARES, "measuring", console=Console(stderr=True)):
         where = f"place < {round(share * X)}"
-        row = {"share": share, "first": _milliseconds(partial(retriever.filters.allowed, where))}
+        row = {"share": share, "first": 1000 * cpu_seconds(partial(retriever.filters.allowed, where))}
         for kept in map(int, options.kept.split(",")):
             answers = Asked(K, stage1=kept)
             times: dict[str, list[float]] = {"filtered": [], "unfiltered": []}
@@ -87,7 +82,7 @@ def main(options: Options) -> None:
                 plain: Request = {"history": [str(item) for item in history]}
                 of = {"filtered": {**plain, "where": where}, "unfiltered": plain}
                 for name, request in of.items():
-                    times[name].append(_milliseconds(partial(retriever.answer, [request], answers)))
+                    times[name].append(1000 * cpu_seconds(partial(retriever.answer, [request], answers)))
             for history in histories[:RECALLED]:
                 asked: Request = {"history": [str(item) for item in history], "where": where}
                 found = {int(row["id"]) for row in retriever.answer([asked], answers)[0]}
@@ -97,20 +92,10 @@ def main(options: Options) -> None:
             filtered, unfiltered = (statistics.median(of[1:]) for of in times.values())
             row |= {f"{kept} ms": filtered, f"{kept} ratio": filtered / unfiltered, f"{kept} recall": min(recalls)}
         rows.append(row)
-    setting = f"{X:,} items; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "rows": rows}))
-        return
-    table = Table(*rows[0], title=setting)
+    table = Table(*rows[0], title=f"{X:,} items; {machine()}")
     for row in rows:
         table.add_row(f"{row['share']:.2%}", *(f"{value:.2f}" for value in [*row.values()][1:]))
     Console().print(table)
-
-
-def _milliseconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return (time.process_time() - start) * 1000
 
 
 @torch.inference_mode()

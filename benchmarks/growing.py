@@ -1,6 +1,6 @@
 """A stream of ids that come and go: what a table of fewer rows loses against one with a row for each id.
 
-    python -m benchmarks.growing [--ids 10000000] [--rows 1000000] [--window 300000] [--lasting 100000] [--json]
+    python -m benchmarks.growing [--ids 10000000] [--rows 1000000] [--window 300000] [--lasting 100000]
 
 Each step draws 8,192 ids. Seven of ten are uniform in a window, which moves over all ids from the first step to the
 last; the others are drawn from ids that last, the k-th with a probability like 1 / k. Which of 1,000 items comes next
@@ -13,8 +13,7 @@ every tenth step HR@10 over all items. Memory is that of the table, its optimize
 process above what it held before.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,8 +52,6 @@ class Options:
     steps: int = 4000
     evict: tuple[str, ...] = ("last_use", "frequency")
     admit_after: tuple[int, ...] = (1,)
-    json: bool = False
-    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +165,6 @@ def main(options: Options) -> None:
     found = {name: of for name, (of,) in in_turn(tasks, 1).items()}
     sizes = f"{options.ids:,} ids, {options.rows:,} rows, a window of {options.window:,}, {options.lasting:,} that last"
     setting = f"{sizes}, {options.steps:,} steps of {DRAWN:,}; {machine()}"
-    if options.json:
-        print(json.dumps({"setting": setting, "ways": {name: asdict(of) for name, of in found.items()}}))
-        return
     shown = Shown("rows", "loss", "HR@10", "to all rows", "table, MB", "peak, MB", "CPU s", title="A stream of ids")
     whole = found["a row for each id"]
     for name, of in found.items():

@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import resource
 import signal
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ from rich.progress import track
 
 from logitmix.trainer.parallel.parallelize import computes_bf16
 
-T = TypeVar("T")
+K, T = TypeVar("K"), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,35 @@ def in_turn(tasks: dict[str, partial[T]], repetitions: int) -> dict[str, list[T]
     return results
 
 
-def milliseconds(methods: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
-    """Wall time of calls in this process: each in turn, that many times, after a first call that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in methods}
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Of a call, and of the processes that it starts and waits for."""
+
+    def used() -> float:
+        of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.process_time() + of_children.ru_utime + of_children.ru_stime
+
+    before = used()
+    work()
+    return used() - before
+
+
+def milliseconds(
+    methods: dict[K, Callable[[], object]],
+    repetitions: int,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[], object] = lambda: None,
+) -> dict[K, list[float]]:
+    """Time of calls in this process, wall time by default: each in turn, that many times, after a first call that does
+    not count. `wait` waits for the device."""
+    times: dict[K, list[float]] = {name: [] for name in methods}
     for repetition in range(repetitions + 1):
         for name, method in methods.items():
-            start = time.perf_counter()
+            wait()
+            start = clock()
             method()
+            wait()
             if repetition:
-                times[name].append((time.perf_counter() - start) * 1000)
+                times[name].append((clock() - start) * 1000)
     return times
 
 
@@ -89,9 +110,11 @@ def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
     with all output if it fails. Ctrl-C and, in the main thread, SIGTERM end both, this one when that has saved its
     step."""
-    command = ["-m", "logitmix.trainer.cli", *words]
-    if processes > 1:
-        command += ["--processes", str(processes)]
+    return python("-m", "logitmix.trainer.cli", *words, *(["--processes", str(processes)] if processes > 1 else []))
+
+
+def python(*command: str) -> str:
+    """The same of Python with other arguments."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:

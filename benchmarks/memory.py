@@ -12,7 +12,6 @@ short. With --feature-rows the items have a feature whose table has so many rows
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +28,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, python
 from logitmix.modules.schema import Feature, Schema
 from logitmix.modules.schema import Table as FeatureTable
 from logitmix.trainer.data.columns import Column
@@ -122,11 +121,7 @@ def _run(words: list[str], processes: int, folder: Path) -> list[dict[str, dict[
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [*launcher, "-m", "benchmarks.memory", "--", *command[2:]]
-    done = subprocess.run(
-        [sys.executable, *command], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    python(*command)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 

@@ -4,7 +4,6 @@ The training step itself, in BF16 and one process, with the graph cut after each
 runs separately. The fused loss computes its gradients in forward; its backward only scales them.
 """
 
-import json
 import logging
 import time
 from collections import Counter
@@ -34,7 +33,7 @@ WARM_UP = 2
 DIRECTIONS = ("forward", "backward")
 
 
-def main(recipe: str, data: str, steps: int, plot: str, as_json: bool) -> None:
+def main(recipe: str, data: str, steps: int, plot: str) -> None:
     config = with_settings(load_recipe(recipe), {"train.precision": "bf16"})
     if data:
         config = replace(config, data=DataConfig(path=data))
@@ -44,10 +43,7 @@ def main(recipe: str, data: str, steps: int, plot: str, as_json: bool) -> None:
     setting = f"{recipe}, {config.train.precision}, {steps} steps, {config.train.threads} thread; {machine()}"
     if plot:
         _draw(result, f"A training step of {recipe}: share of its CPU time", setting, plot)
-    if as_json:
-        print(json.dumps({"setting": setting, **result}))
-    else:
-        _show(result, setting)
+    _show(result, setting)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import itertools
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import machine, spread
+from benchmarks.measure import machine, python, spread
 from benchmarks.memory import SETTINGS, Watch, write_data
 
 ARMS = {"none": [], "waiting": ["--train.no-save-in-background"], "in the background": ["--train.save-in-background"]}
@@ -76,10 +75,7 @@ def _measure(options: Options, folder: Path, arm: str) -> dict[str, float]:
     settings["train.checkpoint-every"] = 0 if arm != "none" else (options.saves + 1) * options.steps
     words = ["train", "demo-mol", "--run", str(run), *ARMS[arm]]
     words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.saving", "rank", str(out), str(options.steps), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    python("-m", "benchmarks.saving", "rank", str(out), str(options.steps), *words)
     written = sum(file.stat().st_size for file in next((run / "checkpoints").iterdir()).iterdir())
     shutil.rmtree(run)
     found: dict[str, float] = json.loads(out.read_text())

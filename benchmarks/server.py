@@ -1,6 +1,6 @@
 """`logitmix serve` under load: throughput, latency, what it answers to malformed requests, and its memory.
 
-    python -m benchmarks.server [DIR] [--requests 10000] [--clients 1,8,64] [--bad 0.1] [--workers 1,2] [--json]
+    python -m benchmarks.server [DIR] [--requests 10000] [--clients 1,8,64] [--bad 0.1] [--workers 1,2]
 
 DIR is a serving directory. Without one, the recipe demo-mol is trained for some seconds on random clicks on 10,000
 items, and exported. The server is the real command in a process of its own; it shares the machine with the clients.
@@ -64,8 +64,6 @@ class Options:
     """As for logitmix serve, all of these; lists are separated by commas."""
     repetitions: int = 1
     seed: int = 0
-    json: bool = False
-    """Print JSON."""
 
 
 @dataclass
@@ -100,10 +98,7 @@ def main(options: Options) -> None:
         rows = asyncio.run(_measured(options, servers, ids))
         problems = [problem for server in servers for problem in server.end()]
     wrong = [*problems, *_unexpected(rows)]
-    if options.json:
-        print(json.dumps({"setting": setting, "rows": rows, "unexpected": wrong}))
-    else:
-        _show(_medians(rows), setting)
+    _show(_medians(rows), setting)
     if wrong:
         raise SystemExit("\n".join(wrong))
 

@@ -11,12 +11,9 @@ those that came in the last four weeks. Seconds are CPU seconds of one thread: t
 to write the 100 best items of every user.
 """
 
-import json
 import os
-import resource
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 
-from benchmarks.measure import logitmix, machine
+from benchmarks.measure import cpu_seconds, logitmix, machine
 from logitmix.comm.process_group import process_group
 from logitmix.common.storage import fetch_run
 from logitmix.trainer.data.batches import HeldOut, RankingUsers
@@ -47,8 +44,6 @@ FACTORS = 64
 class Options:
     run: tyro.conf.Positional[Path]
     """Run on demo-shop."""
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
@@ -78,9 +73,6 @@ def main(options: Options) -> None:
             score, fit, all_users = make(history)
             add(f"implicit {name}, {what}", rank(score), fit, all_users)
     about = {"users": len(users), "of new items": int(is_new.sum()), "machine": machine()}
-    if options.json:
-        print(json.dumps({**about, "rows": rows}))
-        return
     table = Table(*rows[0], title=", ".join(f"{name}: {value}" for name, value in about.items()))
     for row in rows:
         table.add_row(*("" if of is None else f"{of:.4f}" if isinstance(of, float) else of for of in row.values()))
@@ -136,23 +128,15 @@ def _bm25(history: Histories) -> tuple[Score, float, float]:
 
 def _fitted(model: Any, history: Histories) -> tuple[float, float]:
     matrix = history.training()
-    fit = _cpu(lambda: model.fit(matrix, show_progress=False))
-    return fit, _cpu(lambda: model.recommend(np.arange(matrix.shape[0]), matrix, N=100))
+    fit = cpu_seconds(lambda: model.fit(matrix, show_progress=False))
+    return fit, cpu_seconds(lambda: model.recommend(np.arange(matrix.shape[0]), matrix, N=100))
 
 
 def _recommended(run: Path) -> float:
     """Of the whole command, its start included."""
     with TemporaryDirectory() as folder:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        logitmix("recommend", str(run), "--out", f"{folder}/all.parquet", "-k", "100", "--threads", "1")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def _cpu(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+        words = ("recommend", str(run), "--out", f"{folder}/all.parquet", "-k", "100", "--threads", "1")
+        return cpu_seconds(partial(logitmix, *words))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training step of MoL: the fused loss compared with other forms, how it scales, and the time of a recipe's parts.
 
-    python -m benchmarks.train_step [--peer PATH] [--json]
+    python -m benchmarks.train_step [--peer PATH]
     python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET [--plot FILE.svg]
 
 The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
@@ -12,8 +12,7 @@ positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone
 of fresh processes, run in turn.
 """
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -60,13 +59,11 @@ class Options:
     """Training steps of the recipe, after two to warm up."""
     plot: str = ""
     """Draw the recipe's step into this file (.svg or .png)."""
-    json: bool = False
-    """Print JSON."""
 
 
 def main(options: Options) -> None:
     if options.recipe:
-        recipe_step.main(options.recipe, options.data, options.steps, options.plot, options.json)
+        recipe_step.main(options.recipe, options.data, options.steps, options.plot)
         return
     tasks: dict[str, partial[Spent]] = {}
     if options.only != "scaling":
@@ -77,10 +74,6 @@ def main(options: Options) -> None:
     points = [(T, 128) for T in POSITIONS] + [(FEW, N) for N in NEGATIVES]
     tasks = {f"{T} {N}": partial(loss_alone, T, N) for T, N in points if options.only != "forms"}
     scaled = in_turn(tasks, options.repetitions)
-    if options.json:
-        runs = {name: [asdict(run) for run in of_form] for name, of_form in (forms | scaled).items()}
-        print(json.dumps({"machine": machine(), "options": asdict(options), "runs": runs}))
-        return
     console = Console(width=120)
     if forms:
         console.print(_compared(forms, options))

@@ -20,21 +20,19 @@ CPU seconds are those of the commands, with their start of some seconds each and
 
 import gzip
 import json
-import os
-import resource
-import subprocess
 import sys
 import tempfile
 from contextlib import chdir
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import tyro
 
-from benchmarks.measure import machine
+from benchmarks.measure import cpu_seconds, logitmix, machine
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run.results import read_results
 
@@ -145,17 +143,7 @@ def _prepare(number: int, out: str) -> list[str]:
 
 def _cpu(words: list[str]) -> float:
     """CPU seconds of a command."""
-
-    def used() -> float:
-        of = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return of.ru_utime + of.ru_stime
-
-    before, environment = used(), os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "logitmix.trainer", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"{' '.join(words)}: {done.stderr}")
-    return round(used() - before, 1)
+    return round(cpu_seconds(partial(logitmix, *words)), 1)
 
 
 def _movielens(path: Path) -> Actions:
