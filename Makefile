@@ -55,7 +55,7 @@ build/namespace/logitmix: Makefile
 train: install data/demo/dataset.json
 	torchx run --scheduler local_cwd logitmix.train -j 1x$(PROCESSES) -- demo-mol --run $(RUN)
 	logitmix evaluate $(RUN)
-	logitmix export $(RUN) --out $(EXPORT) --overwrite --filterable actions
+	logitmix export $(RUN) --out $(EXPORT) --overwrite --filterable actions,new
 	logitmix retrieve $(EXPORT) --history $(HISTORY) -k 10
 	@echo
 	@echo 'Curves:         .venv/bin/tensorboard --logdir $(RUN)/tensorboard'

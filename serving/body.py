@@ -48,12 +48,13 @@ class Body(BaseModel):
     exclude_history: bool | None = None
     explain: bool = False
     columns: bool = False
+    boost_new: Annotated[float, Field(allow_inf_nan=False)] | None = None
     stage1: Annotated[int, Field(ge=1, le=MAX_STAGE_1)] | None = None
 
 
-def parse(body: bytes, stage1: int | None = None) -> Question:
-    """`stage1`: for a body that does not say, and at least its k. ValueError of one line for all that is not the JSON
-    of a `Body`."""
+def parse(body: bytes, stage1: int | None = None, boost_new: float = 0.0) -> Question:
+    """`stage1`, at least its k, and `boost_new` are for a body that does not say. ValueError of one line for all that
+    is not the JSON of a `Body`."""
     try:
         found = from_json(body)
     except ValueError as error:
@@ -64,6 +65,8 @@ def parse(body: bytes, stage1: int | None = None) -> Question:
         raise ValueError(_plainly(error)) from None
     if asked.stage1 is None and stage1 is not None:
         asked.stage1 = max(stage1, asked.k)
+    if asked.boost_new is None:
+        asked.boost_new = boost_new
     request: Any = {name: value for name in Request.__annotations__ if (value := getattr(asked, name)) is not None}
     return Question(request, Options(**{of.name: getattr(asked, of.name) for of in fields(Options)}))
 

@@ -22,6 +22,8 @@ from logitmix.serving.texts import Texts
 Kind = Literal["number", "time", "text"]
 ACTIONS = "actions"
 """The column with the number of an item's actions in the dataset."""
+NEW = "new"
+"""The column that is 0 for items that are not new."""
 NONE = -1
 """The place of no text."""
 _ABSENT = -2

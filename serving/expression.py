@@ -48,6 +48,9 @@ class Allowed:
         """From bool [X]."""
         return cls(np.packbits(mask, bitorder="little"), len(mask))
 
+    def __invert__(self) -> "Allowed":
+        return Allowed.of(~self.mask)
+
     def __and__(self, other: "Allowed") -> "Allowed":
         return Allowed(self.bits & other.bits, self.num_items)
 

@@ -130,14 +130,19 @@ class Ranker:
         return best_BK if group.alone else group.gather(best_BK, k).topk(k).values
 
     def few(
-        self, query: Sides, options: Options, allowed: list[list[int] | None], where: list[list[str]]
+        self,
+        query: Sides,
+        options: Options,
+        allowed: list[list[int] | None],
+        where: list[list[str]],
+        only: Allowed | None = None,
     ) -> list[bool]:
         """Task.few. Of one stage, a list is few, and what a tenth of the items fulfill."""
         two_stages = query.hindexer is not None and options.kept < self._num_items
         most = options.kept if two_stages else self._num_items // 10
         found = []
         for some, conditions in zip(allowed, where, strict=True):
-            may = self._may(conditions, None)
+            may = self._may(conditions, only)
             is_short = some is not None and (not two_stages or len(some) <= most)
             found.append(is_short or (may is not None and may.count <= most))
         return found

@@ -1,5 +1,6 @@
 """What callers ask and how it is answered, and its reading: raw ids and features -> item indices, times, features."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -76,6 +77,9 @@ class Options:
     """Whether each item of an answer says why it is there; for a k of at most 100."""
     columns: bool = False
     """Whether each item has its values of the filterable columns."""
+    boost_new: float = 0.0
+    """Added to the scores of items whose first action is in the last week of the dataset, or that have none, as the
+    filterable column `new` says."""
 
     def __post_init__(self) -> None:
         for name in ("k", "stage1"):
@@ -90,6 +94,9 @@ class Options:
             raise ValueError(f"exclude_history is {self.exclude_history!r:.40}; it must be True, False or None")
         if self.explain and self.k > MOST_EXPLAINED:
             raise ValueError(f"explain is for at most {MOST_EXPLAINED} items, and k is {self.k}")
+        boost: object = self.boost_new
+        if isinstance(boost, bool) or not isinstance(boost, int | float) or not math.isfinite(boost):
+            raise ValueError(f"boost_new is {boost!r:.40}; it must be a finite number")
         if self.unknown not in get_args(UnknownIds):
             raise ValueError(f"unknown is {self.unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
 

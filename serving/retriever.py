@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
+from logitmix.serving.columns import NEW
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, Histories, finite, require_finite, too_large
@@ -28,7 +29,7 @@ from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
 from logitmix.serving.ranking import Ranker, Task, each
 from logitmix.serving.request import STAGE_1, UNKNOWN, Asked, Options, Request, RequestReader, UnknownIds
-from logitmix.serving.topk import NOTHING, split_keys
+from logitmix.serving.topk import NOTHING, boosted, merge, split_keys
 
 _FIRST, _GROWTH = 4, 16
 """How many times k items are looked at first where there are limits, and how many times more then."""
@@ -277,25 +278,31 @@ class Retriever:
         options: Options,
         only: Allowed | None = None,
         limit: Mapping[str, int] = MappingProxyType({}),
+        new: Allowed | None = None,
     ) -> Retrieved:
         """`retrieve` for histories that are read already. `excluded` has the items that each may not find, whatever the
-        options say; all may find those of `only` alone, and `limit` is as of a request. ValueError that names the
-        history, from 0, for one that is not finite."""
+        options say; all may find those of `only` alone, and `limit` is as of a request. `new`: those that have the
+        boost. ValueError that names the history, from 0, for one that is not finite."""
         query = self._encoder.sides(read)
         require_finite(query, [f"history {place}" for place in range(len(excluded))])
 
-        def ranked(rows: list[int], most: int) -> Tensor:
+        def ranked(rows: list[int], only: Allowed | None, most: int) -> Tensor:
             B, some = len(rows), each(query, lambda part: part[rows])
             out = [excluded[row] for row in rows]
             task = Task(self.digest, some, [None] * B, out, options, most, [[]] * B, [False] * B, only)
             return self._ranker.rank(lambda: task).cpu()
 
-        return Retrieved(*split_keys(self._walked([limit] * len(excluded), options.k, ranked)))
+        return Retrieved(*split_keys(self._walked([limit] * len(excluded), options, ranked, new, only)))
 
     @torch.inference_mode()
     def problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:
         """Why `answer` refuses each request when it is alone, and so number 0; None if it does not."""
         problems: list[str | None] = [None] * len(requests)
+        try:
+            if options.boost_new:
+                self.new_items()
+        except ValueError as error:
+            return [str(error)] * len(requests)
         read: dict[int, Asked] = {}
         for place, request in enumerate(requests):
             try:
@@ -321,7 +328,7 @@ class Retriever:
         if self.tower.hindexer is not None and self.num_items > STAGE_1:
             assert self._ranker.corpora is not None
         self.raw_ids.places([])
-        self._ranker.best(self._task([self._reader.checked([0], 0)], Options(1), 1), Group())
+        self._ranker.best(self._task([self._reader.checked([0], 0)], Options(1), None, 1), Group())
 
     def follow(self) -> None:
         """On every rank but 0: takes its part in rank 0's answers, until rank 0 calls `release`."""
@@ -358,28 +365,51 @@ class Retriever:
     def _ranked(self, asked: list[Asked], options: Options) -> Tensor:
         """Keys [B, k] of the best items for each request, or fewer than k if there are fewer items; on the CPU."""
 
-        def ranked(rows: list[int], most: int) -> Tensor:
+        def ranked(rows: list[int], only: Allowed | None, most: int) -> Tensor:
             parts = [torch.empty(0, min(most, self.num_items), dtype=torch.int64)]
             for start in range(0, len(rows), _QUERIES):
                 some = [asked[row] for row in rows[start : start + _QUERIES]]
-                parts.append(self._ranker.rank(partial(self._task, some, options, most)).cpu())
+                parts.append(self._ranker.rank(partial(self._task, some, options, only, most)).cpu())
             return torch.cat(parts)
 
-        return self._walked([of.limit for of in asked], options.k, ranked)
+        new = self.new_items() if options.boost_new else None
+        return self._walked([of.limit for of in asked], options, ranked, new)
+
+    def new_items(self) -> Allowed:
+        """The items that are new, or of which nothing is known, by the column `new`. ValueError without one."""
+        column = self.filters.columns.get(NEW)
+        if column is None or column.kind != "number":
+            raise ValueError("boost_new needs an export that says what is new: logitmix export --filterable new")
+        return self.filters.allowed(f"{NEW} is null or {NEW} != 0")
 
     def _walked(
-        self, limits: Sequence[Mapping[str, int]], k: int, ranked: Callable[[list[int], int], Tensor]
+        self,
+        limits: Sequence[Mapping[str, int]],
+        options: Options,
+        ranked: Callable[[list[int], Allowed | None, int], Tensor],
+        new: Allowed | None = None,
+        only: Allowed | None = None,
     ) -> Tensor:
-        """Keys [B, k] of the best items within the limits, or fewer than k if there are fewer items. `ranked` has the
-        best keys of some rows without limits, as many as it is told. More of the ranking is looked at where its first
-        part does not suffice, and the whole at last: what is left is the same."""
+        """Keys [B, k] of the best items within the limits, or fewer than k if there are fewer items; those of `new`
+        have the boost. `ranked` has the best keys of some rows among some items, without limits, as many as it is told.
+        More of the ranking is looked at where its first part does not suffice, and the whole at last: what is left is
+        the same."""
+        k = options.k
+
+        def best(rows: list[int], most: int) -> Tensor:
+            # Each part has stages of its own, and its best are among the best of both, whatever is added.
+            if new is None:
+                return ranked(rows, only, most)
+            old_BK, new_BK = (ranked(rows, of if only is None else of & only, most) for of in (~new, new))
+            return merge(old_BK, boosted(new_BK, options.boost_new), min(most, self.num_items))
+
         self._ranker.group.missed, rows = (), list(range(len(limits)))
         if not any(limits):
-            return ranked(rows, k)
+            return best(rows, k)
         best_BK, most = torch.full((len(limits), min(k, self.num_items)), NOTHING), _FIRST * k
         while rows:
             short = []
-            for row, keys_M in zip(rows, ranked(rows, most), strict=True):
+            for row, keys_M in zip(rows, best(rows, most), strict=True):
                 keys_N = keys_M[keys_M != NOTHING]
                 kept = keys_N[self.filters.within(split_keys(keys_N)[0].numpy(), limits[row])][:k]
                 best_BK[row, : len(kept)] = kept
@@ -388,7 +418,7 @@ class Retriever:
             rows, most = short, _GROWTH * most
         return best_BK
 
-    def _task(self, asked: list[Asked], options: Options, most: int) -> Task:
+    def _task(self, asked: list[Asked], options: Options, only: Allowed | None, most: int) -> Task:
         query = self._encoder.queries(asked)
         require_finite(query, [f"request {of.place}" for of in asked])
         exclude_history = self.exclude_history if options.exclude_history is None else options.exclude_history
@@ -396,8 +426,8 @@ class Retriever:
         if not self._ranker.group.alone:
             query = each(query, Tensor.cpu)
         allowed, where = [of.allowed for of in asked], [of.where for of in asked]
-        few = self._ranker.few(query, options, allowed, where)
-        task = Task(self.digest, query, allowed, excluded, options, most, where, few)
+        few = self._ranker.few(query, options, allowed, where, only)
+        task = Task(self.digest, query, allowed, excluded, options, most, where, few, only)
         # Shards need not have the columns' values of this moment.
         return replace(task, may=self._ranker.may(task)) if self._ranker.group.has_shards else task
 

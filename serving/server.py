@@ -89,6 +89,8 @@ class Settings:
     """Milliseconds that a request waits for others, at most."""
     stage1: int | None = None
     """For requests that do not say."""
+    boost_new: float = 0.0
+    """For requests that do not say."""
     where: str = ""
     """A condition on the items of all answers."""
     attributes: Path | None = None
@@ -104,6 +106,7 @@ class Settings:
         require(
             self.stage1 is None or 1 <= self.stage1 <= MAX_STAGE_1, "--stage1", self.stage1, f"from 1 to {MAX_STAGE_1}"
         )
+        require(math.isfinite(self.boost_new), "--boost-new", self.boost_new, "a finite number")
         require(0 <= self.drain <= MOST_DRAIN, "--drain-seconds", self.drain, f"from 0 to {MOST_DRAIN}")
         require(0 < self.shadow_share <= 1, "--shadow-share", self.shadow_share, "above 0 and at most 1")
 
@@ -133,6 +136,8 @@ def serve(
         saying = partial(_say_of, say, f"worker {worker.number}") if worker else say
         shared = worker.folder if worker and not shards else None
         export = LiveExport(directory, saying, shards, deltas, shared, settings.where, settings.attributes)
+        if settings.boost_new:
+            export.retriever.new_items()
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
         other = (
             LiveExport(shadow, partial(_say_of, saying, "shadow"), where=settings.where, attributes=settings.attributes)
@@ -335,7 +340,7 @@ def make_app(
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         state = getattr(request.state, "connection", None)
         try:
-            question = parse(await read_body(request), settings.stage1)
+            question = parse(await read_body(request), settings.stage1, settings.boost_new)
             start = time.perf_counter()
             answer = await batcher.ask(question, state)
         except ValueError as error:

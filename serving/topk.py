@@ -54,6 +54,12 @@ def merge(best_BK: Tensor, keys_BN: Tensor, k: int) -> Tensor:
     return keys.topk(min(k, keys.shape[1])).values
 
 
+def boosted(keys_BN: Tensor, boost: float) -> Tensor:
+    """Keys of the same items with so much more score."""
+    items_BN, score_BN = split_keys(keys_BN)
+    return best_keys(score_BN + boost, items_BN, keys_BN.shape[1])
+
+
 def least_key(keys_BN: Tensor, k: int) -> Tensor:
     """The lowest key [B] of the k highest of each row; that of any item, if there are fewer items."""
     N = keys_BN.shape[1]

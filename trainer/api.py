@@ -181,10 +181,8 @@ def recommend(
 ) -> dict[str, int]:
     """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
     arguments are those of the command line."""
-    options = Options(k, exclude_history=exclude_history, stage1=stage1)
-    asked = recommending.Asked(
-        Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit), boost_new
-    )
+    options = Options(k, exclude_history=exclude_history, stage1=stage1, boost_new=boost_new)
+    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit))
     export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(export, asked, ranks, threads)

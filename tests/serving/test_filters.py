@@ -19,6 +19,7 @@ from logitmix.serving.attributes import read_changes
 from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever
+from logitmix.serving.server import Settings, serve
 from logitmix.trainer import cli
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.columns import column_of
@@ -114,6 +115,59 @@ def test_limits_are_those_of_a_walk_through_the_ranking(served: Served, data: st
     assert [row["id"] for row in found] == expected[:k]
     assert served.several.answer([request, other], options) == [found, alone]
     assert [row["id"] for row in alone] == served.ranking([1], [True] * X, True, stage1)[:k]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.DataObject) -> None:
+    """Each part has its stage 1, so the boost brings items that the h-indexer has below all those that are not new."""
+    share = data.draw(st.sampled_from([0, 5, STAGE_1 + 5, X - 5, X]))
+    new = [place < share for place in served.columns["place"]]
+    history, stage1 = data.draw(st.sampled_from(HISTORIES)), data.draw(st.sampled_from([None, STAGE_1]))
+    k, boost = data.draw(st.sampled_from([1, 10, STAGE_1])), data.draw(st.sampled_from([-30.0, -0.5, 2.0, 30.0]))
+    least = data.draw(st.sampled_from([0, 1]))
+    stated = [(place % 3 or None) if of else 0 for of, place in zip(new, served.columns["place"], strict=True)]
+    columns = {"new": stated, "in_stock": served.columns["in_stock"]}
+    for retriever in (served.one, served.several):
+        retriever.filters.change({name: column_of(name, pa.array(of, pa.int64())) for name, of in columns.items()})
+    try:
+        expected: list[tuple[float, int]] = []
+        for part in (False, True):
+            scores = brute_force(served.model, [history], True)
+            out = ~torch.tensor(
+                [of == part and there >= least for of, there in zip(new, columns["in_stock"], strict=True)]
+            )
+            for of in (scores.similarity_BX, scores.hindexer_BX):
+                if of is not None:
+                    of[:, out] = -torch.inf
+            (score_X,) = scores.two_stages(stage1) if served.hindexer and stage1 else scores.similarity_BX
+            score_X = score_X + (boost if part else 0.0)
+            expected += [(-score, item) for item, score in enumerate(score_X.tolist()) if score > -torch.inf]
+        options = Options(k, exclude_history=True, stage1=stage1, boost_new=boost)
+        requests: list[Request] = [{"history": [IDS[of] for of in history], "where": f"in_stock >= {least}"}]
+        (found,) = served.one.answer(requests, options)
+        assert [row["id"] for row in found] == [IDS[item] for _, item in sorted(expected)[:k]]
+        assert [row["score"] for row in found] == pytest.approx([-score for score, _ in sorted(expected)[:k]], abs=1e-4)
+        assert served.several.answer(requests, options) == [found]
+    finally:
+        for retriever in (served.one, served.several):
+            served.give(retriever)
+
+
+def test_a_boost_needs_to_know_what_is_new(served: Served) -> None:
+    said = "boost_new needs an export that says what is new: logitmix export --filterable new"
+    with pytest.raises(ValueError, match=said):
+        served.one.answer([{"history": [IDS[3]]}], Options(boost_new=1.0))
+    assert served.one.problems([{"history": [IDS[3]]}] * 2, Options(boost_new=1.0)) == [said] * 2
+    for wrong in (float("nan"), float("inf"), True, "1"):
+        with pytest.raises(ValueError, match=r"boost_new is .*; it must be a finite number"):
+            Options(boost_new=wrong)  # type: ignore[arg-type]
+    with running(served.path) as server:
+        assert server.ask({"history": [IDS[3]], "boost_new": 1}) == (400, {"error": said})
+        assert server.ask({"history": [IDS[3]], "boost_new": 0})[0] == 200
+        assert server.ask(b'{"boost_new": NaN}')[0] == server.ask({"boost_new": "1"})[0] == 400
+    with pytest.raises(ValueError, match=said):
+        serve(served.path, "127.0.0.1", 0, 0, Settings(boost_new=1.0))
 
 
 def test_a_default_joins_what_requests_say(served: Served) -> None:

@@ -342,6 +342,13 @@ def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch:
         assert [of.result()[0] for of in found] == [200] * 3
 
 
+def test_what_is_new_has_the_boost_that_the_server_says_where_the_request_does_not() -> None:
+    for said, boost in ((b"{}", 2.0), (b'{"boost_new": 0}', 0.0), (b'{"boost_new": -1}', -1.0)):
+        assert parse_body(said, boost_new=2.0).options.boost_new == boost
+    with pytest.raises(ValueError, match="--boost-new is inf; it must be a finite number"):
+        Settings(boost_new=float("inf"))
+
+
 def test_stage_1_keeps_what_the_server_says_where_the_request_does_not() -> None:
     bodies = {b"{}": 40, b'{"k": 50}': 50, b'{"stage1": 20}': 20}
     assert [parse_body(body, 40).options.stage1 for body in bodies] == list(bodies.values())

@@ -35,7 +35,8 @@ class Arguments(OverwriteOption, JSONOption, ProcessesOption):
     bf16 is taken."""
     filterable: str = ""
     """Columns of the items that requests can filter by, separated by commas: price,category,in_stock. The dataset's
-    features with one value for each item, or of --items; and actions, how many the item has in the dataset."""
+    features with one value for each item, or columns of --items; actions, how many there are of the item in the
+    dataset; and new, whether the first of them is in its last week."""
     items: str = ""
     """Table of the catalog (CSV, JSON lines or Parquet), whose ids are in its column item or its first one: with these
     columns, new items, and other features and titles of known ones, as for update-items."""

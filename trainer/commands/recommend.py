@@ -59,7 +59,7 @@ def run(words: list[str]) -> None:
     from logitmix.trainer.export.recommend import Asked, recommend, served
 
     exclude = excludes_history(arguments.exclude_history)
-    options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1)
+    options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1, boost_new=arguments.boost_new)
     asked = Asked(
         Path(arguments.out),
         arguments.data_path,
@@ -69,7 +69,6 @@ def run(words: list[str]) -> None:
         arguments.items,
         arguments.where,
         json_value("--limit", arguments.limit, dict),
-        arguments.boost_new,
     )
     export, asked = served(arguments.place, asked)
     if str(export) != arguments.place:

@@ -69,6 +69,8 @@ class Arguments(JSONOption, ItemProcessesOption):
     """K': items that the h-indexer keeps for the similarity to rank."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""
+    boost_new: float = 0.0
+    """Added to the scores of new items: those for which the filterable column new is not 0."""
     explain: bool = False
     """Say why each item is there: the components' products that make up its score, and the most similar items of the
     history."""
@@ -93,7 +95,14 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     from logitmix.serving.request import Options
 
     exclude = excludes_history(arguments.exclude_history)
-    options = Options(arguments.k, arguments.unknown, exclude, arguments.stage1, arguments.explain)
+    options = Options(
+        arguments.k,
+        arguments.unknown,
+        exclude,
+        arguments.stage1,
+        arguments.explain,
+        boost_new=arguments.boost_new,
+    )
     request: Request = {
         "history": parts("--history", arguments.history),
         "timestamps": whole_numbers("--timestamps", arguments.timestamps),

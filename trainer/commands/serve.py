@@ -29,6 +29,9 @@ class Arguments:
     """CPU threads of the model; torch's default when 0, and all cores divided among the workers."""
     stage1: int | None = None
     """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
+    boost_new: float = 0.0
+    """Added to the scores of new items, for requests that do not say: those for which the filterable column new is not
+    0."""
     where: str = ""
     """A condition on the export's filterable columns, such as "in_stock = 1", on the items of all answers, besides that
     of a request."""
@@ -95,6 +98,7 @@ def run(words: list[str]) -> None:
     settings = Settings(
         arguments.wait_ms,
         arguments.stage1,
+        arguments.boost_new,
         arguments.where,
         path_of(arguments.attributes) if arguments.attributes else None,
         arguments.drain_seconds,

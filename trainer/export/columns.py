@@ -10,11 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
+from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
-from logitmix.serving.columns import ACTIONS, NONE, Column, Kind
+from logitmix.serving.columns import ACTIONS, NEW, NONE, Column, Kind
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.arrow import as_numpy, is_number, is_text, is_time
 from logitmix.trainer.data.dataset import Dataset
@@ -23,9 +25,17 @@ from logitmix.trainer.data.numbers import read_numbers
 from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.sources.table import read_side
-from logitmix.trainer.data.times import nanoseconds_of_texts, nanoseconds_of_times, seconds_of_texts, seconds_of_times
+from logitmix.trainer.data.times import (
+    UNITS,
+    nanoseconds_of_texts,
+    nanoseconds_of_times,
+    seconds_of_texts,
+    seconds_of_times,
+)
 
 FLAG = "--filterable"
+WEEK = 7 * 86_400
+"""In seconds: for so long an item counts as new."""
 _EXACT = 2**53
 """FP64 represents all whole numbers below it exactly; columns with larger ones are text."""
 _CODE = "^[+-]?0[0-9]"
@@ -57,7 +67,7 @@ def filter_columns(
     names: Collection[str], dataset: Dataset, table: str, tell: Callable[[str], object]
 ) -> dict[str, Column]:
     """The columns of these names for the dataset's items: features of the dataset, columns of a table, or the number of
-    actions. ValueError for other names, and for columns that cannot be compared."""
+    actions, and whether an item is new. ValueError for other names, and for columns that cannot be compared."""
     there = dataset_columns(dataset)
     if table and not {*names} <= there.keys():
         ids, read = dataset.raw_id_column().cast(pa.string()).combine_chunks(), read_items(table, "item", {})
@@ -67,6 +77,8 @@ def filter_columns(
         there = read.of(ids) | there
     if ACTIONS not in there:
         there[ACTIONS] = pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
+    if NEW not in there and (new := new_items(dataset)):
+        there[NEW] = pa.array(new[0].astype(np.int8))
     for name in names:
         if name not in there:
             place = table or dataset.path
@@ -75,6 +87,18 @@ def filter_columns(
                 raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {known}")
             raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, list(there))}; there are: {known}")
     return {name: column_of(name, there[name]) for name in names}
+
+
+def new_items(dataset: Dataset) -> tuple[NDArray[np.bool_], float] | None:
+    """Which items have their first action in the last week of the dataset, or none, bool [X], and their share of that
+    week's actions; None where the unit of time is unknown."""
+    unit = (from_json(dataset.description()).get("times") or {}).get("unit")
+    if not unit:
+        return None
+    first_X, time_T = dataset.first_times(), dataset.timestamps_flat
+    since = int(time_T.max()) - WEEK * UNITS[unit]
+    is_new = first_X > since
+    return is_new, float(is_new[dataset.items_flat[time_T > since]].mean())
 
 
 class AsNeeded(Mapping[str, Column]):

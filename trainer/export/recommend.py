@@ -8,7 +8,6 @@ Axes: B users of a batch, T actions, X items of the dataset, k items for each us
 
 import hashlib
 import json
-import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import json_digest
-from logitmix.common.files import from_json, held_alone, sync, write_whole, writing_whole
+from logitmix.common.files import held_alone, sync, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
@@ -42,9 +41,8 @@ from logitmix.serving.texts import ABSENT
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, values_of
-from logitmix.trainer.data.times import UNITS
 from logitmix.trainer.export.catalog import as_arrow, read_ids
-from logitmix.trainer.export.columns import AsNeeded, dataset_columns, read_items
+from logitmix.trainer.export.columns import AsNeeded, dataset_columns, new_items, read_items
 from logitmix.trainer.export.export import export
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.folder import read_config
@@ -54,8 +52,6 @@ BLOCK = 2**10
 BATCH = 2**7
 """Users encoded and ranked at once."""
 SUFFIXES = (".parquet", ".csv")
-WEEK = 7 * 86_400
-"""In seconds: for so long an item counts as new."""
 _JOB, _PART = "job.json", "{:07}.arrow"
 _SCHEMA = pa.schema([("of", pa.int64()), ("rank", pa.int32()), ("item", pa.int64()), ("score", pa.float32())])
 
@@ -83,18 +79,12 @@ class Asked:
     dataset's features of items (serving/expression.py)."""
     limit: dict[str, int] = field(default_factory=dict)
     """Most items of a value of a filterable column for each user."""
-    boost_new: float = 0.0
-    """Added to the scores of items whose first action is in the last week of the dataset, or that have none."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
             raise ValueError(
                 f"--out is {self.out}; it must be a local file whose name ends with {' or '.join(SUFFIXES)}"
             )
-        if not math.isfinite(self.boost_new):
-            raise ValueError(f"--boost-new is {self.boost_new}; it must be a finite number")
-        if self.boost_new and self.limit:
-            raise ValueError("--boost-new has no place beside --limit; leave one of them out")
         if self.users and self.similar_items:
             raise ValueError("--users has no place beside --similar-items, which asks for all items; leave it out")
 
@@ -131,14 +121,14 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
     try:
         retriever.filters.require_limit(asked.limit)
-        if asked.boost_new and not histories.new:
+        if options.boost_new and not histories.new:
             raise ValueError("--boost-new needs users whose dataset states the unit of its times; leave it out")
+        new = Allowed.of(histories.new[0]) if options.boost_new and histories.new else None
         only = _only(asked, retriever, dataset, tell) if asked.items or asked.where else None
     except ValueError:
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
             shutil.rmtree(asked.parts, ignore_errors=True)
         raise
-    parts = _parts(asked.boost_new, histories.new if asked.boost_new else None, only)
     job = {
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
@@ -146,7 +136,6 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         "only": "" if only is None else hashlib.sha256(only.bits.tobytes()).hexdigest(),
         "options": asdict(options),
         "limit": asked.limit,
-        "boost_new": asked.boost_new,
     }
     blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
     with ExitStack() as held:
@@ -163,7 +152,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
                 for number in missing[ranks.rank :: ranks.world_size]:
                     _write_part(
                         asked.parts / _PART.format(number),
-                        _answers(retriever, histories, blocks[number], asked, parts),
+                        _answers(retriever, histories, blocks[number], asked, only, new),
                     )
                     advance(len(blocks[number]) * ranks.world_size)
 
@@ -260,23 +249,13 @@ def _some(allowed: Allowed, which: str, tell: Callable[[str], None]) -> Allowed:
     return allowed
 
 
-def _parts(
-    boost: float, new: tuple[NDArray[np.bool_], float] | None, only: Allowed | None
-) -> list[tuple[Allowed | None, float]]:
-    """Items that are ranked by themselves, and what is added to their scores: the best of each part are among the best
-    of both, whatever is added."""
-    if not new:
-        return [(only, 0.0)]
-    parts = (Allowed.of(~new[0]), 0.0), (Allowed.of(new[0]), boost)
-    return [(of if only is None else of & only, added) for of, added in parts]
-
-
 def _answers(
     retriever: Retriever,
     histories: "_OfUsers | _OfItems",
     block: Ints,
     asked: Asked,
-    parts: Sequence[tuple[Allowed | None, float]],
+    only: Allowed | None,
+    new: Allowed | None,
 ) -> pa.Table:
     """The best items of some users, one row for each."""
     options = asked.options
@@ -287,14 +266,8 @@ def _answers(
     for start in range(0, len(block), BATCH):
         for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
-            found = [retriever.best(read, excluded, options, of, asked.limit) for of, _ in parts]
-            items_BN = np.concatenate([of.items.numpy() for of in found], axis=1)
-            boosted = [of.scores.numpy() + boost for of, (_, boost) in zip(found, parts, strict=True)]
-            scores_BN = np.concatenate(boosted, axis=1, dtype=np.float32)
-            if len(parts) > 1:
-                best_BK = np.lexsort((items_BN, -scores_BN))[:, : item_BK.shape[1]]
-                items_BN, scores_BN = (np.take_along_axis(of, best_BK, 1) for of in (items_BN, scores_BN))
-            item_BK[at], score_BK[at] = items_BN, scores_BN
+            found = retriever.best(read, excluded, options, only, asked.limit, new)
+            item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
     row_N, rank_N = (item_BK != UNKNOWN).nonzero()
     columns = block[row_N], rank_N + 1, item_BK[row_N, rank_N], score_BK[row_N, rank_N]
     return pa.table([pa.array(of, field.type) for of, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
@@ -376,17 +349,13 @@ class _OfUsers:
 
     @cached_property
     def new(self) -> tuple[NDArray[np.bool_], float] | None:
-        """Which items of the export have their first action in the last week of the dataset, or none, bool [X], and
-        their share of that week's actions; None where the unit of time is unknown."""
-        dataset, num_items = self._dataset, self._retriever.num_items
-        unit = (from_json(dataset.description()).get("times") or {}).get("unit")
-        if not unit:
+        """`new_items`, for the items of the export; those that the dataset lacks are new."""
+        if not (found := new_items(self._dataset)):
             return None
-        first_X, time_T = dataset.first_times(), dataset.timestamps_flat
-        since = int(time_T.max()) - WEEK * UNITS[unit]
+        num_items = self._retriever.num_items
         is_new, there = np.ones(num_items, bool), (self._item_X >= 0) & (self._item_X < num_items)
-        is_new[self._item_X[there]] = first_X[there] > since
-        return is_new, float((first_X[dataset.items_flat[time_T > since]] > since).mean())
+        is_new[self._item_X[there]] = found[0][there]
+        return is_new, found[1]
 
     def said_of_new(self, count_X: Ints) -> str:
         """What share of the recommendations, by item of the export, is of new items; empty where there are none."""

@@ -25,7 +25,7 @@ from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
 from logitmix.serving import items as items_module
 from logitmix.serving.directory.reader import read
-from logitmix.serving.request import Request
+from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.trainer import api
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
@@ -34,6 +34,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.export import catalog as catalog_module
+from logitmix.trainer.export import columns as columns_module
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export import recommend as recommend_module
 from logitmix.trainer.export.catalog import Catalog
@@ -422,7 +423,7 @@ def test_the_share_of_new_items_is_said(
     run: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those whose first action is late, and those without actions."""
-    monkeypatch.setattr(recommend_module, "WEEK", 430 * 86_400)
+    monkeypatch.setattr(columns_module, "WEEK", 430 * 86_400)
     data = forget_digests(Path(shutil.copytree(run.parent / "data", tmp_path / "data")))
     (tmp_path / "t.csv").write_text("item,price\nnew,1\n")
     export(run, tmp_path / "served", catalog=Catalog(str(tmp_path / "t.csv")))
@@ -442,7 +443,13 @@ def test_the_share_of_new_items_is_said(
         f"{sum(name in names for name in found) / len(found):.1%} of what is recommended are items of the last week "
         f"({len(names)}), which have {sum(last) / len(last):.1%} of its actions"
     ) in " ".join(capsys.readouterr().err.split())
-    every = Retriever.load(tmp_path / "served").recommend(whole_requests(dataset), ITEMS + 1)
+    is_new = columns_module.filter_columns(["new"], load_dataset(data), "", print)["new"].values
+    assert is_new.tolist() == [float(raw_id in names) for raw_id in dataset.raw_ids()]
+    export(run, tmp_path / "served", True, catalog=Catalog(str(tmp_path / "t.csv")), filterable=["brand"])
+    retriever = Retriever.load(tmp_path / "served")
+    stated = columns_module.column_of("new", pa.array([*is_new.tolist(), None]))
+    retriever.filters.change({**retriever.columns, "new": stated})
+    every = retriever.recommend(whole_requests(dataset), ITEMS + 1)
     for boost in (0.3, -1.0):
         expected: list[list[Row]] = []
         for ranking in every:
@@ -451,10 +458,15 @@ def test_the_share_of_new_items_is_said(
             expected.append([{**row, "rank": at + 1, "score": scores[row["id"]]} for at, row in enumerate(best)])
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost)
         require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
+        answers = retriever.answer(whole_requests(dataset), Options(9, boost_new=boost))
+        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), answers)
+        api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost, limit={"brand": 2})
+        requests: list[Request] = [{**of, "limit": {"brand": 2}} for of in whole_requests(dataset)]
+        answers = retriever.answer(requests, Options(9, boost_new=boost))
+        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), answers)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"boost_new": float("nan")}, "--boost-new is nan; it must be a finite number"),
+        ({"boost_new": float("nan")}, "boost_new is nan; it must be a finite number"),
         ({"boost_new": 1.0, "similar_items": True}, "--boost-new needs users whose dataset states the unit"),
-        ({"boost_new": 1.0, "limit": {"brand": 2}}, "--boost-new has no place beside --limit"),
     ]
     for given, wrong in refused:
         with pytest.raises(ValueError, match=wrong):
