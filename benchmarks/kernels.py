@@ -14,7 +14,7 @@ import io
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
@@ -27,14 +27,14 @@ import torch
 import triton
 import tyro
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, MockTensor
 
+from benchmarks.launches import GPU as ON_GPU
+from benchmarks.launches import as_if_on_a_gpu
 from logitmix.comm import fp8, fp8_plain, fp8_triton
 from logitmix.modules import noise_triton, stage1, stage1_triton
 from logitmix.modules.batch import Packing
@@ -127,54 +127,19 @@ class Kernel:
 Case = Callable[[], None]
 
 
-class _OnCUDA(TorchFunctionMode):
-    """Tensors without memory are on the GPU, and what is created or moved there has no memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.is_cuda.__get__:  # made anew at each access, so not `is`
-            return args[0].is_meta
-        if func == Tensor.device.__get__:
-            device = func(*args)
-            return torch.device("cuda", 0) if device.type == "meta" else device
-        if func is Tensor.pin_memory:
-            return args[0]
-        args, kwargs = tree_map_only(
-            torch.device, lambda of: torch.device("meta") if of.type == "cuda" else of, (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-
-def _on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd leaves modes behind: what it calls needs one of its own."""
-
-    def called(*arguments: Any, **named: Any) -> Any:
-        with _OnCUDA():
-            return function(*arguments, **named)
-
-    return called
-
-
 @contextmanager
 def as_if_on(gpu: int, launch: Callable[..., None]) -> Iterator[None]:
-    """Host code within works as if on the GPU: tensors without memory are there, and Triton's kernels are passed to
-    `launch`, as JITFunction.run is called."""
+    """As `as_if_on_a_gpu` does, and for Triton's compiler, too."""
     target = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", gpu, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": GPUS[gpu].of_a_block}),
     )
-    properties = SimpleNamespace(multi_processor_count=GPUS[gpu].multiprocessors)
     compiler.max_shared_mem.cache_clear()
     with (
         mock.patch.object(driver, "_active", target),
-        mock.patch.object(JITFunction, "run", launch),
-        mock.patch.object(torch.cuda, "device_of", lambda tensor: nullcontext()),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(mol_triton, "_backward", _on_cuda(mol_triton._backward)),
-        mock.patch.object(hstu_triton.Problem, "run", _on_cuda(hstu_triton.Problem.run)),
-        mock.patch.object(hstu_unit_triton, "_run", _on_cuda(hstu_unit_triton._run)),
-        _OnCUDA(),
+        as_if_on_a_gpu(launch, GPUS[gpu].multiprocessors, GPUS[gpu].of_a_block),
     ):
         try:
             yield
@@ -227,7 +192,7 @@ def _measured(kernel: Any, gpu: int, log: str, budget: tuple[int, int]) -> Kerne
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=torch.device("meta"))
+    return torch.empty(shape, dtype=dtype, device=ON_GPU)
 
 
 def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype, corrected: bool) -> None:
@@ -284,7 +249,7 @@ def stage_1(queries: int, width: int, filtered: bool) -> None:
 def attention(heads: int, d: int, dtype: torch.dtype, times: bool) -> None:
     """Both ways, 32 sequences of 200."""
     B, L = 32, 200
-    packing = Packing(torch.full((B,), L)).to(torch.device("meta"))
+    packing = Packing(torch.full((B,), L)).to(ON_GPU)
     if times:
         packing.time_T = packing.asked_T = empty(B * L, dtype=torch.int64)
     packed, time_K = empty(B * L, 3, heads, d, dtype=dtype), empty(TIME_BUCKETS) if times else None
@@ -296,7 +261,7 @@ def attention(heads: int, d: int, dtype: torch.dtype, times: bool) -> None:
 def unit(heads: int, d: int, dtype: torch.dtype) -> None:
     """A block's norms and its unit, both ways, 32 sequences of 200; with the attention of four parts."""
     B, L, D = 32, 200, heads * d
-    packing = Packing(torch.full((B,), L)).to(torch.device("meta"))
+    packing = Packing(torch.full((B,), L)).to(ON_GPU)
     packing.row_T = empty(B * L, dtype=torch.int64)
     x, raw = empty(B * L, D).requires_grad_(), empty(B * L, 4, heads, d, dtype=dtype).requires_grad_()
     normed, past = hstu_unit_triton.normed(x, 1e-6, dtype)

@@ -402,12 +402,16 @@ class _Stream:
         return lambda *_: self
 
 
-@contextmanager
-def as_if_on_a_gpu() -> Iterator[None]:
-    """The project's code within works as on a GPU, with tensors without memory."""
+def _launched(kernel: Any, *_: Any, **__: Any) -> None:
+    METER.note("launches", kernel.fn.__name__)
 
-    def launch(self: Any, *_: Any, **__: Any) -> None:
-        METER.note("launches", self.fn.__name__)
+
+@contextmanager
+def as_if_on_a_gpu(
+    launch: Callable[..., None] = _launched, multiprocessors: int = 132, shared: int = 227 * 1024
+) -> Iterator[None]:
+    """The project's code within works as on a GPU, with tensors without memory. Triton's kernels are passed to
+    `launch`, as JITFunction.run is called; a block has `shared` bytes of shared memory at most."""
 
     def apart(function: Callable[..., Any]) -> Callable[..., Any]:
         """On the host, without the meter."""
@@ -423,7 +427,7 @@ def as_if_on_a_gpu() -> Iterator[None]:
     def sharded(collections: Any, plans: Any, config: Any, ranks: Ranks, replicas: Any) -> Any:
         return shard(collections, plans, config, replace(ranks, device=torch.device("cpu")), replicas)
 
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, major=9, minor=0)
+    properties = SimpleNamespace(multi_processor_count=multiprocessors, total_memory=80 * 2**30, major=9, minor=0)
     cuda = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,
@@ -444,7 +448,7 @@ def as_if_on_a_gpu() -> Iterator[None]:
         patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         patch(Tensor, "pin_memory", _pinned)
         patch(JITFunction, "run", launch)
-        patch(mol_triton, "max_shared_mem", lambda _: 227 * 1024)
+        patch(mol_triton, "max_shared_mem", lambda _: shared)
         patch(dist, "all_to_all_single", _exchanged)
         patch(ddp, "_verify_param_shape_across_processes", lambda *_: None)
         patch(ddp, "_sync_module_states", lambda **_: None)

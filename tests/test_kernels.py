@@ -1,6 +1,7 @@
 """Triton's kernels, compiled for GPUs that are not here: each would start, and keeps to its budget."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,19 @@ def test_each_would_start_and_keeps_to_its_budget(name: str, gpu: int) -> None:
 TENSOR_CORES = (
     "_negatives_forward", "_negatives_backward", "_scores", "_forward", "_queries_backward", "_keys_backward",
 )  # fmt: skip
+
+
+def test_the_forms_are_those_of_a_gpu() -> None:
+    """Backward, too: none makes up for the arithmetic of Triton's interpreter."""
+    emulated: dict[str, bool] = {}
+
+    def launch(kernel: Any, *_: Any, **options: Any) -> None:
+        emulated[kernel.fn.__name__] = options.get("EMULATED", False)
+
+    with kernels.as_if_on(90, launch):
+        for name, _ in SAMPLE:
+            kernels.cases()[name]()
+    assert "_gated_backward" in emulated and not any(emulated.values()), emulated
 
 
 def test_the_sample_has_a_case_of_each_module() -> None:
