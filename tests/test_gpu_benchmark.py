@@ -1,16 +1,15 @@
 """What `make gpu` decides with, on the CPU; its figures need a GPU."""
 
-import importlib
 import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import two_ranks
 
+from benchmarks import gpu
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import DotConfig, MoLConfig
 from logitmix.modules.similarity.base import Similarity
@@ -20,21 +19,15 @@ from logitmix.modules.similarity.mol import MoL
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1])
-    return importlib.import_module("benchmarks.gpu")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(gpu: ModuleType, tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"sees no NVIDIA GPU here$"):
         gpu.main(gpu.Options(out=str(tmp_path / "gpu.md")))
     assert not (tmp_path / "gpu.md").exists()
 
 
 def test_a_wrong_part_is_named_and_stops_no_other(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong() -> None:
         raise gpu.Wrong("rows are others")
@@ -58,7 +51,7 @@ def test_a_wrong_part_is_named_and_stops_no_other(
     assert out.read_text().startswith("# On GPUs\n") and "- held\n" in out.read_text()
 
 
-def test_losses_apart(gpu: ModuleType) -> None:
+def test_losses_apart() -> None:
     assert gpu.apart([1.0, 2.002], [1.0, 2.0], 2e-3) == pytest.approx(1e-3)
     for found in ([1.0, 2.1], [1.0, math.nan], [1.0], []):
         with pytest.raises(gpu.Wrong):
@@ -67,7 +60,6 @@ def test_losses_apart(gpu: ModuleType) -> None:
 
 def on_a_rank() -> tuple[dict[str, float], str]:
     """What it measured, and what it said where rows did not arrive."""
-    gpu = importlib.import_module("benchmarks.gpu")
     with process_group("cpu", 60) as ranks:
         speeds = gpu.collectives(ranks, megabytes=1)["gb_per_second"]
         torch.distributed.all_to_all_single = lambda incoming, *_, **__: incoming.zero_()
@@ -76,7 +68,8 @@ def on_a_rank() -> tuple[dict[str, float], str]:
     return speeds, str(wrong.value)
 
 
-def test_collectives_of_two_ranks(gpu: ModuleType) -> None:
+def test_collectives_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])  # the ranks import this file
     for rank, (speeds, wrong) in enumerate(two_ranks.run(on_a_rank)):
         assert set(speeds) == {"all_reduce", "all_to_all"} and min(speeds.values()) > 0
         assert wrong == f"all_to_all on rank {rank} gave other rows"
@@ -89,9 +82,7 @@ def test_collectives_of_two_ranks(gpu: ModuleType) -> None:
         Dot(64, DotConfig()),
     ],
 )
-def test_the_compiled_loss_must_be_the_eager_one(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, similarity: Similarity
-) -> None:
+def test_the_compiled_loss_must_be_the_eager_one(monkeypatch: pytest.MonkeyPatch, similarity: Similarity) -> None:
     monkeypatch.setattr(gpu, "ITEMS", 50)
     row = gpu.loss_row(similarity, torch.float32, CPU, 250, repetitions=1)
     assert min(row.ms, row.eager_ms, row.floor_ms) > 0
@@ -102,7 +93,7 @@ def test_the_compiled_loss_must_be_the_eager_one(
         gpu.loss_row(similarity, torch.float32, CPU, 250, repetitions=1)
 
 
-def test_the_compiled_attention_must_be_the_eager_one(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_attention_must_be_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     row = gpu.attention_row(torch.float32, 3, CPU, repetitions=1)
     assert min(row.ms, row.eager_ms, row.floor_ms) > 0
 
@@ -113,9 +104,7 @@ def test_the_compiled_attention_must_be_the_eager_one(gpu: ModuleType, monkeypat
 
 
 @pytest.mark.parametrize("allowed", [None, 0.5])
-def test_stage_1_must_find_what_the_cpu_finds(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, allowed: float | None
-) -> None:
+def test_stage_1_must_find_what_the_cpu_finds(monkeypatch: pytest.MonkeyPatch, allowed: float | None) -> None:
     row = gpu.stage1_row(2, 3000, 100, allowed, CPU, repetitions=1)
     assert min(row.ms, row.eager_ms, row.floor_ms) > 0
 
@@ -133,7 +122,7 @@ def test_stage_1_must_find_what_the_cpu_finds(
             gpu.stage1_row(2, 3000, 100, allowed, CPU, repetitions=1)
 
 
-def test_scores_of_candidates_must_be_the_eager_ones(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_candidates_must_be_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     mol = MoL(64, MoLConfig(query_components=2, item_components=3, gate_hidden=8))
     row = gpu.scores_row(mol, torch.float32, 3, 500, 40, CPU, repetitions=3)
     assert min(row.ms, row.eager_ms, row.floor_ms) > 0
@@ -144,7 +133,7 @@ def test_scores_of_candidates_must_be_the_eager_ones(gpu: ModuleType, monkeypatc
         gpu.scores_row(mol, torch.float32, 3, 500, 40, CPU, repetitions=3)
 
 
-def test_a_row_of_the_codec_in_milliseconds(gpu: ModuleType) -> None:
+def test_a_row_of_the_codec_in_milliseconds() -> None:
     row = gpu.codec.Row(64, "E4M3", "quantize", "codec", 66, 1000.0, 900.0, 1100.0, ratio=4.0, of_copy=0.5)
     shown = gpu.codec_row(row, megabytes=1000)
     assert (shown.ms, shown.eager_ms, shown.floor_ms) == pytest.approx((1.048576, 4.194304, 0.524288))
