@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import codec
-from benchmarks.measure import logitmix, machine
+from benchmarks.measure import logitmix, machine, milliseconds
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, MoLConfig
@@ -405,15 +404,9 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
 
 def seconds(work: Callable[[], object], device: torch.device, repetitions: int) -> float:
     """Median, after two calls to warm up; a GPU is waited for."""
+    work()
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = []
-    for _ in range(repetitions + 2):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return statistics.median(milliseconds({"": work}, repetitions, wait=wait)[""]) / 1000
 
 
 def markdown(versions: Sequence[str], notes: Sequence[str], rows: Sequence[Row]) -> str:
