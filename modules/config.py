@@ -143,9 +143,9 @@ ENCODERS = Kinds(
 """Settings of encoders, by kind. `module`: its class, which is built from the width and the settings."""
 
 
-def sees_times(config: EncoderConfig) -> bool:
-    """Whether the encoder needs the times of a packing's positions."""
-    return bool(getattr(config, "times", False))
+def sees_times(config: EncoderConfig, schema: Schema) -> bool:
+    """Whether the encoder or the items' dates need the times of a packing's positions."""
+    return bool(getattr(config, "times", False) or schema.unit)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .kinds.date import TICKS, waves
 from .linear import Linear
 from .schema import Feature
 from .transfer import on_device
+
+NO_TIME = -(2**62)
+"""Instead of the time of a request that states none."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,11 @@ def _map(feature: Feature, table_dims: Mapping[str, int], dim: int) -> nn.Module
         return Linear(feature.form.inputs(feature), dim)
     width = table_dims[feature.table]
     return nn.Identity() if width == dim else Linear(width, dim, bias=False)
+
+
+def waves_of_times(time_R: Tensor, unit: str) -> Tensor:
+    """Times of requests in a unit, int64, as kind date has the dates of items; zero for NO_TIME."""
+    return waves(time_R.double() / TICKS[unit], time_R != NO_TIME)
 
 
 def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from logitmix.common.mappings import nearest
 
 from .kinds.base import Kind
+from .kinds.date import TICKS
 from .kinds.registry import KINDS, kind_named
 
 Owner = Literal["item", "user", "event"]
@@ -70,11 +71,14 @@ class Feature:
     width: int = 1
     """Numbers in a vector."""
     mean: float = 0.0
-    """Mean of a number or of all numbers in a vector, over the dataset; missing values are stored as the mean."""
+    """Mean of a number or of all numbers in a vector, over the dataset; missing values are stored as the mean. Of a
+    date, what stands for a missing one."""
     deviation: float = 1.0
     """Standard deviation over the same numbers: (value - mean) / deviation normalizes."""
     columns: dict[str, str] = field(default_factory=dict, hash=False)
     """The source's columns of what is parallel to the values of a bag, such as its weights, by the kind's names."""
+    unit: str = ""
+    """Of dates, the unit of the actions' times: s, ms, us or ns."""
 
     def __post_init__(self) -> None:
         _require_name("feature", self.name)
@@ -90,6 +94,13 @@ class Feature:
             raise ValueError(f"feature {self.name} of kind {self.kind} has width {self.width}; only vectors are wide")
         if self.sparse and (self.mean, self.deviation) != (0.0, 1.0):
             raise ValueError(f"feature {self.name} of kind {self.kind} has a mean or deviation; only numbers do")
+        if self.form.dated and (self.owner != "item" or self.unit not in TICKS):
+            raise ValueError(
+                f"feature {self.name} of kind {self.kind} is of {self.owner}s, and its unit {self.unit!r}; only items "
+                f"have dates, and the unit must be that of the actions' times, one of {', '.join(TICKS)}"
+            )
+        if self.form.missing is not None:
+            object.__setattr__(self, "mean", self.form.missing)
         if not (isfinite(self.mean) and 0 < self.deviation < inf):
             raise ValueError(
                 f"feature {self.name} has mean {self.mean} and deviation {self.deviation}; "
@@ -124,6 +135,8 @@ class Schema:
             if feature.sparse and feature.table not in known:
                 near = nearest(feature.table, known)
                 raise ValueError(f"feature {feature.name} names table {feature.table}, which is not there{near}")
+        if len(units := sorted({feature.unit for feature in self.features if feature.form.dated})) > 1:
+            raise ValueError(f"dates have the units {' and '.join(units)}; the actions' times have one")
         for name in known:
             if name not in used:
                 raise ValueError(f"no feature uses table {name}; leave it out")
@@ -172,6 +185,11 @@ class Schema:
     @property
     def num_items(self) -> int:
         return self.table(ITEM).rows - 1
+
+    @property
+    def unit(self) -> str:
+        """The unit of the times that dates of items are compared with; "" without dates."""
+        return next((feature.unit for feature in self.features if feature.form.dated), "")
 
     @property
     def item_valued(self) -> list[str]:

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 from .batch import Batch, Packing
 from .config import ModelConfig, has_user_component
 from .encoders.build import build_encoder
-from .features import Embedded, FeatureEmbeddings, Features
+from .features import Embedded, FeatureEmbeddings, Features, waves_of_times
 from .hindexer import HIndexer
 from .initialize import reset_layers
+from .kinds.date import PERIODS
+from .linear import Linear
 from .losses.blockwise import Side
 from .noise import Noise
 from .schema import ITEM, ITEM_FEATURE, USER, USER_FEATURE, Schema
@@ -61,12 +63,17 @@ class QueryTower(nn.Module):
         self.encoder = build_encoder(config.dim, config.encoder)
         self.users = FeatureEmbeddings(schema.of("user"), dims, config.dim)
         self.events = FeatureEmbeddings(schema.of("event"), dims, config.dim)
+        # What a request's time adds, where items have dates.
+        self.unit = schema.unit
+        self.time = Linear(2 * len(PERIODS), config.dim) if self.unit else None
         self.user_place = _place_of_user(schema) if has_user_component(config) else None
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         self.encoder.reset_parameters(generator)
         reset_layers(self.users, generator)
         reset_layers(self.events, generator)
+        if self.time is not None:
+            reset_layers(self.time, generator)
 
     def forward(
         self,
@@ -78,12 +85,16 @@ class QueryTower(nn.Module):
     ) -> Embedded:
         """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence.
 
-        An event's features are added to its item before the encoder, the user's to the encoder's output. The user's id,
-        where it is a component of its own, is not added, and is the last group.
+        An event's features are added to its item before the encoder, the user's to the encoder's output, and so is the
+        time at which the query is asked, where items have dates. The user's id, where it is a component of its own, is
+        not added, and is the last group.
         """
         events = self.events(rows, features.values)
         users = [F.embedding(packing.sequence_T, user_BD) for user_BD in self.users(rows, features.values)]
         component = [] if self.user_place is None else [users.pop(self.user_place)]
+        if self.time is not None:
+            assert packing.asked_T is not None
+            users.append(self.time(waves_of_times(packing.asked_T, self.unit)))
         encoded_TD = self.encoder(_sum(item_TD, events), packing, noise)
         return Embedded(_sum(encoded_TD, users), [*users, *events, *component])
 
@@ -100,6 +111,11 @@ def _place_of_user(schema: Schema) -> int:
         f"model.similarity.user_component is true, but the model does not know the user's id: {todo}, or set "
         "model.similarity.user_component to false"
     )
+
+
+def query_groups(schema: Schema) -> int:
+    """How many groups a query has."""
+    return len(schema.of("user")) + len(schema.of("event")) + bool(schema.unit)
 
 
 def _sum(first: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -122,7 +138,7 @@ class Tower(nn.Module):
         self.query_tower = QueryTower(config, schema)
         self.item_tower = ItemTower(config.dim, schema)
         self.similarity = build_similarity(config.dim, config.similarity)
-        self.similarity.use_features(len(schema.of("user")) + len(schema.of("event")), len(schema.of("item")))
+        self.similarity.use_features(query_groups(schema), len(schema.of("item")))
         self.hindexer: HIndexer | None = None
         if config.hindexer.weight > 0:
             self.hindexer = HIndexer(config.dim, config.hindexer, has_user_component(config))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import sees_times
-from logitmix.modules.features import Features, Values
+from logitmix.modules.features import NO_TIME, Features, Values
 from logitmix.modules.schema import ITEM
 from logitmix.modules.towers import Sides, Tower
 from logitmix.serving.features import FeatureReader
@@ -58,7 +58,7 @@ class Encoder:
         device = self._items.device
         vector_TD = self._items.rows(read.item_T.clamp(min=0))
         vector_TD[(read.item_T == UNKNOWN).to(device)] = self._unknown_1D
-        times = read.times or () if sees_times(self._tower.config.encoder) else ()
+        times = read.times or () if sees_times(self._tower.config.encoder, self._tower.schema) else ()
         packing = Packing(read.length_B, 0, *times).to(device)
         rows, values = fetch_rows(self._tables, self._tower.schema, read.values)
         features = Features(values=values).to(device)
@@ -79,7 +79,8 @@ class Encoder:
 
 def _packed_times(asked: list[Asked], encoded: list[list[int]]) -> tuple[Tensor, Tensor]:
     """When the encoded actions were, and when the queries after them are asked, int64 [T]."""
-    times = [(of.times or [0] * (len(items) + 1))[-len(items) - 1 :] for of, items in zip(asked, encoded, strict=True)]
+    count = [len(items) + 1 for items in encoded]
+    times = [(of.times or [NO_TIME] * size)[-size:] for of, size in zip(asked, count, strict=True)]
     time_T, asked_T = ([time for of in times for time in of[part]] for part in (slice(-1), slice(1, None)))
     return torch.tensor(time_T, dtype=torch.int64), torch.tensor(asked_T, dtype=torch.int64)
 

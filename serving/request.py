@@ -41,7 +41,8 @@ class Request(TypedDict, total=False):
     ignore them, so clients can send every model the same request."""
     time: int
     """When the request is made, in the same unit and not before the last action; the default is that action's time.
-    Only a model whose encoder sees times uses it, and only beside timestamps."""
+    Used by models whose encoder sees times or whose items have dates; to these, the items' ages are unknown without
+    both."""
     user: Mapping[str, Any]
     """Features of the user by name; the manifest's signature has their names and kinds."""
     events: Sequence[Mapping[str, Any]]
@@ -116,7 +117,7 @@ class Asked:
     user: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] | None = None
     times: list[int] | None = None
-    """Of the items, and of the request."""
+    """Of the items (of the request, if there are none), and of the request."""
     blocked: list[int] = field(default_factory=list)
     allowed: list[int] | None = None
     where: list[str] = field(default_factory=list)
@@ -159,7 +160,7 @@ class RequestReader:
         if events and len(events) != len(history):
             raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
         times = _times(request, len(history), place)
-        if times and self._derives_recency:
+        if self._derives_recency and _list(request, "timestamps", place):
             recency = recency_rows(torch.tensor(times[:-1]), torch.zeros(1, dtype=torch.int64)).tolist()
             unstated = zip(recency, events or [{}] * len(history), strict=True)
             events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]
@@ -175,7 +176,7 @@ class RequestReader:
             [items[at] for at in kept],
             user,
             [events[at] for at in kept] if events else None,
-            [*(times[at] for at in kept), times[-1]] if times and kept else None,
+            [*([times[at] for at in kept] or times[-1:]), times[-1]] if times else None,
             self._some(_ids(request, "blocked", place)),
             None if request.get("allowed") is None else self._some(_ids(request, "allowed", place)),
             self._conditions(request, place),
@@ -262,8 +263,8 @@ def _ids(request: Request, entry: str, place: int) -> list[str]:
 
 
 def _times(request: Request, length: int, place: int) -> list[int]:
-    """The times of the items of a request's history, and that of the request; empty without timestamps. ValueError,
-    with the request's number, for invalid times or another number of them."""
+    """The times of the items of a request's history, and that of the request, at which all are without timestamps;
+    empty without both. ValueError, with the request's number, for invalid times or another number of them."""
     timestamps, time = _list(request, "timestamps", place), request.get("time")
     if timestamps and len(timestamps) != length:
         raise ValueError(f"request {place} has {len(timestamps)} timestamps for {length} items of its history")
@@ -282,4 +283,4 @@ def _times(request: Request, length: int, place: int) -> list[int]:
         raise ValueError(f"request {place}: its time {error}") from None
     if times and now < times[-1:]:
         raise ValueError(f"request {place}: its time is {now[0]}; its last action was at {times[-1]}")
-    return times and times + now
+    return (times or length * now) + now

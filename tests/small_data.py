@@ -16,6 +16,7 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Bags
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data import writer
@@ -131,6 +132,7 @@ FEATURES = Schema(
         Feature("query", "event", "ids", "tags"),
         Feature("rating", "event", "number", mean=3.0, deviation=0.5),
         Feature("place", "event", "vector", width=2, deviation=4.0),
+        Feature("released", "item", "date", unit="s"),
     ),
     (Table("item", ITEMS + 1), Table("brand", 7), Table("tags", 11), Table("country", 4), Table("type", 3)),
 )
@@ -150,6 +152,9 @@ WEIGHTED = replace(
 
 def random_column(feature: Feature, schema: Schema, rows: int, random: np.random.Generator) -> Column:
     """Values of a feature, among them unknown ones and empty lists."""
+    if feature.kind == "date":
+        days = random.integers(0, 100, rows).astype(np.float32)
+        return Column(np.where(days < 10, np.float32(NO_DATE), days))
     if feature.kind == "number":
         return Column(random.normal(feature.mean, feature.deviation, rows).astype(np.float32))
     if feature.kind == "vector":

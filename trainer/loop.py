@@ -334,7 +334,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen 
         item_id_dropout=config.model.item_id_dropout,
         user_id_dropout=config.model.user_id_dropout,
         pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],
-        times=sees_times(config.model.encoder),
+        times=sees_times(config.model.encoder, schema),
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

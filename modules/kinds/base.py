@@ -39,6 +39,9 @@ class SourceColumn(Protocol):
     def vectors(self) -> Any:
         """As many numbers in each row: float32 [R, width], NaN where they are missing."""
 
+    def days(self) -> Any:
+        """One date a row, as days since 1970: float32 [R], NaN where it is missing."""
+
 
 class Kind(ABC):
     sparse = False
@@ -50,6 +53,11 @@ class Kind(ABC):
     parallel: tuple[str, ...] = ()
     """Names of the FP32 numbers that each value of a bag has beside it. In a source, they are other columns of lists,
     which --schema names: columns = { weights = "COLUMN" }."""
+
+    missing: float | None = None
+    """What stands for a missing number; None: the feature's mean."""
+    dated = False
+    """Numbers are dates of items, which the model compares with the time of the request."""
 
     needs = "a finite number"
     """What a parallel number must be."""

@@ -4,6 +4,7 @@ from logitmix.common.mappings import nearest
 from logitmix.common.plugins import Registry
 
 from .base import Kind
+from .date import Date
 from .ids import Ids
 from .number import Number
 from .one_id import Id
@@ -16,6 +17,7 @@ KINDS = Registry[Kind](
         "id": Id(),
         "ids": Ids(),
         "number": Number(),
+        "date": Date(),
         "vector": Vector(),
         "weighted_ids": WeightedIds(),
     },

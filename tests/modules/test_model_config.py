@@ -20,6 +20,7 @@ from logitmix.modules.config import (
     SASRecConfig,
     sees_times,
 )
+from logitmix.modules.schema import Feature, Schema
 
 NAN = float("nan")
 
@@ -124,8 +125,12 @@ def test_a_component_of_the_user_leaves_one_for_the_history() -> None:
 
 
 def test_which_encoders_see_times() -> None:
-    assert sees_times(HSTUConfig(times=True)) and sees_times(FuXiConfig(times=True))
-    assert not any(map(sees_times, (HSTUConfig(), SASRecConfig(), PooledConfig())))
+    plain = Schema.of_ids(3)
+    dated = Schema((*plain.features, Feature("released", "item", "date", unit="ms")), plain.tables)
+    assert all(sees_times(of, plain) for of in (HSTUConfig(times=True), FuXiConfig(times=True)))
+    assert dated.unit == "ms"
+    for encoder in (HSTUConfig(), SASRecConfig(), PooledConfig()):
+        assert not sees_times(encoder, plain) and sees_times(encoder, dated)
 
 
 def test_the_correction_of_negatives_from_the_batch_is_one_of_softmax() -> None:

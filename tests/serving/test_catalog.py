@@ -15,6 +15,7 @@ import small_models
 from rich.console import Console
 from small_models import SmallModel, every_feature, export_small, raw_ids, small_model
 
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.serving.directory import reader
 from logitmix.serving.live import search
 from logitmix.serving.request import Request
@@ -60,7 +61,9 @@ def table_of(model: SmallModel, file: Path, items: Sequence[int], names: Sequenc
             # Row 0 has no value.
             cells.append(
                 [str(row) if row else "?" for row in of_item] if feature.kind == "ids"
-                else (str(of_item) if of_item else None) if feature.kind == "id" else of_item.tolist()
+                else (str(of_item) if of_item else None) if feature.kind == "id"
+                else (None if of_item == NO_DATE else str(np.datetime64(int(of_item), "D"))) if feature.kind == "date"
+                else of_item.tolist()
             )  # fmt: skip
         columns[feature.name] = cells
     pq.write_table(pa.table(columns), file)
@@ -75,7 +78,7 @@ def removing(file: Path, items: Sequence[int]) -> Catalog:
 REQUESTS: list[Request] = [
     {"history": [IDS[3], IDS[8]]},
     {"history": [IDS[40], IDS[69], IDS[12]], "user": {"age": 7}},
-    {"history": IDS[20:45]},
+    {"history": IDS[20:45], "time": 5_000_000},
     {"history": [IDS[1]], "allowed": IDS[25:60]},
 ]
 

@@ -124,7 +124,7 @@ def histories_for(model: SmallModel, lengths: list[int], longest: int) -> tuple[
             each[~valid_BL] = 0 if each.is_floating_point() else -1
         given |= of
     packing = Packing(lengths_B)
-    if sees_times(model.config.encoder):
+    if sees_times(model.config.encoder, model.tower.schema):
         gaps = 2 ** torch.randint(30, (B, longest + 1), generator=generator)
         given["times"], given["time"] = times_BL, time_B = (gaps.cumsum(1)[:, :-1], gaps.sum(1))
         asked_BL = torch.cat([times_BL[:, 1:], time_B[:, None]], dim=1)

@@ -31,7 +31,7 @@ from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
-from logitmix.modules.towers import Tower
+from logitmix.modules.towers import Tower, query_groups
 from logitmix.trainer.config import Config
 
 POSITIONS, NEGATIVES = 1024, 16
@@ -270,7 +270,7 @@ def _pairs(config: Config, schema: Schema, stage: Similarity, batch: Batch) -> W
     """Products of all pairs' scores and of their gradients."""
     N, T = batch.negatives_GN.shape[1], len(batch.target_T)
     vector, row, of = torch.zeros(2, config.model.dim), torch.arange(2), schema.of
-    query = stage.query_side(Embedded(vector[:1], [vector[:1]] * len([*of("user"), *of("event")])), row[:1])
+    query = stage.query_side(Embedded(vector[:1], [vector[:1]] * query_groups(schema)), row[:1])
     item = stage.item_side(Embedded(vector, [vector] * len(of("item"))), row)
     counts = []
     for items in (1, 2):

@@ -59,6 +59,7 @@ A feature's column has its name and is stored by its kind:
     id        int64            row of its table; 0 where the value is missing or unknown
     ids       list<int64>      rows of its table; [] where missing
     number    float32          its mean, from the schema, where missing
+    date      float32          of items: days since 1970, to 2 minutes; -1e6 where missing, which is also its mean
     vector    list<float32>    of the feature's width, or fixed_size_list; the mean in every place where missing
 
 Where each id of a bag has numbers beside it (`parallel` of its kind), the bag is a list<struct<row: int64, NAME:
@@ -97,6 +98,7 @@ import pyarrow.parquet as pq
 from logitmix.common.checked import fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
 from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
@@ -243,9 +245,12 @@ class Dataset:
         return pc.if_else(pc.equal(values, ""), None, values)
 
     def single_values(self, feature: Feature) -> pa.Array:
-        """The values of a feature of items or actions that has one for each, as they were read: text, or numbers, of
-        which a missing one is the mean."""
+        """The values of a feature of items or actions that has one for each, as they were read: text, dates, or
+        numbers, of which a missing one is the mean."""
         values = {"item": self.item_features, "event": self.event_features}[feature.owner][feature.name].values
+        if feature.form.dated:
+            seconds = np.round(values.astype(np.float64) * 86_400).astype(np.int64)
+            return pa.array(seconds, pa.int64(), mask=values == NO_DATE).cast(pa.timestamp("s"))
         if not feature.sparse:
             return pa.array(values)
         vocabulary = self.vocabulary_column(feature.table).combine_chunks()

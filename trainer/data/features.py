@@ -5,6 +5,7 @@ A kind that neither the source nor --schema states is inferred from the values:
     integers, text                id where a value occurs at least twice on average; otherwise integers are numbers
                                   (not those with leading zeros, which are codes), and text is not used. 12.0 is an
                                   integer if all are whole: pandas writes them so where one is missing
+    dates of items                date, where the times of the actions are dates, too
     true and false                id
     other numbers                 number; numbers.py tells which texts are, "$1,299.00" and "12,50" among them. If a few
                                   texts among them are none, these are missing
@@ -31,9 +32,10 @@ import pyarrow.compute as pc
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
-from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, lengths, lists_of, order_of_texts
+from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
-from logitmix.trainer.data.numbers import MISSING, Numbers, read_numbers
+from logitmix.trainer.data.numbers import MISSING, Numbers, are_exceptions, read_numbers
+from logitmix.trainer.data.times import read_dates
 
 SEPARATOR = "|"
 VALUE = "value"
@@ -140,10 +142,11 @@ def make_features(
     item_ids: pa.StringArray,
     min_count: int,
     keep: Callable[[np.ndarray], Any] = lambda values: values,
+    unit: str = "",
 ) -> Features:
     """Encodes columns as features. Values with fewer than `min_count` occurrences, over all features that share the
     table, become unknown. Columns are read one after the other; `keep` takes what is made of those of actions, and
-    returns something that can be sliced like it.
+    returns something that can be sliced like it. `unit` is that of the actions' times; "" if they are no dates.
 
     Raises ValueError where values do not fit the kind that was stated.
     """
@@ -157,8 +160,9 @@ def make_features(
         column = column.load()
         marked[column.name] = _marked(column)
         column = replace(column, values=filled(column.values, column.missing))
-        inferred = infer_kind(column.values, column.counts) if column.infer and not column.kind else None
-        column = replace(column, kind=column.kind or inferred)
+        of_times = unit if column.owner == "item" else ""
+        if column.infer and not column.kind:
+            column = replace(column, kind=infer_kind(column.values, column.counts, of_times))
         if not column.kind:
             unused[column.name] = _why_unused(column)
             continue
@@ -174,9 +178,15 @@ def make_features(
             coded[column.name] = replace(found, codes=kept(found.codes), offsets=offsets, parallel=parallel)
         else:
             numbers: np.ndarray = found
-            mean, deviation = column.statistics or _statistics(numbers, column.counts)
+            form = kind_named(column.kind)
+            if form.dated and not of_times:
+                why = f"is of {column.owner}s" if unit else "has dates, but the times of the actions are none"
+                raise ValueError(f"feature {column.name} {why}; kind {column.kind} is the age of items at a request")
+            stated = column.statistics or (None if form.missing is None else (form.missing, 1.0))
+            mean, deviation = stated or _statistics(numbers, column.counts)
             width = 1 if numbers.ndim == 1 else numbers.shape[1]
-            features.append(Feature(column.name, column.owner, column.kind, column.table, width, mean, deviation))
+            said = (column.name, column.owner, column.kind, column.table, width, mean, deviation)
+            features.append(Feature(*said, unit=unit if form.dated else ""))
             numbers[np.isnan(numbers)] = mean
             made[column.name] = Column(kept(numbers))
     values = {ITEM: item_ids} | {
@@ -218,18 +228,28 @@ def _of_markers(marked: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _of_numbers(column: RawColumn) -> list[str]:
-    """What was read of a column of numbers, if it is one, in a way that a user may want otherwise."""
+    """What was read of a column of numbers or dates, if it is one, in a way that a user may want otherwise."""
     form = kind_named(column.kind or "")
+    if form.dated:
+        days, wrong = _read_dates(column)
+        there = np.floor(days[np.isfinite(days)]).astype("M8[D]")
+        span = f"dates from {there.min()} to {there.max()}" if len(there) else "no dates"
+        note = f"{column.name}: {span} of {len(there):,} items; a model sees how old they are at each request"
+        return [note, *_of_wrong(column, wrong, "date")]
     if form.sparse or form.wide or not pa.types.is_dictionary(column.values.type):
         return []
     numbers = read_numbers(_used(column.values))
     notes = [f"{column.name}: {numbers.note}"] if numbers.note else []
-    if len(numbers.wrong):
-        places = pc.index_in(column.values.dictionary, value_set=numbers.wrong).is_valid().take(column.values.indices)
-        rows = int(_weighted(as_numpy(pc.fill_null(places, False)), column.counts))
-        are = "value is no number and counts" if rows == 1 else "values are no numbers and count"
-        notes.append(f"{column.name}: {rows:,} {are} as missing, such as {numbers.wrong[0].as_py()[:40]!r}")
-    return notes
+    return [*notes, *_of_wrong(column, numbers.wrong, "number")]
+
+
+def _of_wrong(column: RawColumn, wrong: pa.Array, what: str) -> list[str]:
+    """A line if some texts of a column are no numbers or dates."""
+    if not len(wrong):
+        return []
+    rows = int(_weighted(as_numpy(pc.is_in(_decoded(column.values), value_set=wrong)), column.counts))
+    are = f"value is no {what} and counts" if rows == 1 else f"values are no {what}s and count"
+    return [f"{column.name}: {rows:,} {are} as missing, such as {wrong[0].as_py()!r:.40}"]
 
 
 def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
@@ -306,9 +326,10 @@ def apply_options(
     options: FeaturesOptions,
     source: str,
     of_owner: Callable[[RawColumn, Owner], pa.Array],
+    unit: str = "",
 ) -> list[RawColumn]:
     """The columns as the file `source` describes them, without those that it does not use. `of_owner` turns a column of
-    the actions into one of their items or users.
+    the actions into one of their items or users. `unit` as of `make_features`.
 
     ValueError if it names an unknown column or an impossible owner, or if a kind is neither stated nor can be inferred.
     """
@@ -328,8 +349,9 @@ def apply_options(
                 )
             column = replace(column, owner=said.owner, values=of_owner(column, said.owner), counts=None)
         kind = column.kind if said.kind == "auto" else said.kind
+        of_times = unit if column.owner == "item" else ""
         if column.name in options.features and not (
-            kind or infer_kind(filled(column.load().values, said.missing), column.counts)
+            kind or infer_kind(filled(column.load().values, said.missing), column.counts, of_times)
         ):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
@@ -384,8 +406,9 @@ def values_of_items(
     return values.take(pa.array(rows, mask=rows < 0))
 
 
-def infer_kind(values: pa.Array, counts: np.ndarray | None = None) -> str | None:
-    """The kind by the rules above; None if the column is not used. `counts` as of a RawColumn, but not of lists."""
+def infer_kind(values: pa.Array, counts: np.ndarray | None = None, unit: str = "") -> str | None:
+    """The kind by the rules above; None if the column is not used. `counts` as of a RawColumn, but not of lists;
+    `unit`: that of the times with which dates can be compared."""
     kind = values.type
     if values.null_count == len(values):
         return None
@@ -395,8 +418,10 @@ def infer_kind(values: pa.Array, counts: np.ndarray | None = None) -> str | None
             return "ids" if parts.null_count < len(parts) and _comes_again(parts) else None
         widths = np.unique(lengths(values)[as_numpy(values.is_valid())])
         return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
-    if not _is_scalar(kind) or (not values.null_count and _is_constant(values)):
+    if not (_is_scalar(kind) or is_time(kind)) or (not values.null_count and _is_constant(values)):
         return None
+    if is_time(kind) or (unit and _are_dates(values)):
+        return "date" if unit else None
     if pa.types.is_boolean(kind):
         return "id"
     if pa.types.is_dictionary(kind):
@@ -434,9 +459,32 @@ def _why_unused(column: RawColumn) -> str:
         return "all values are the same"
     if not column.infer:
         return "nearly each row has its own value"
+    if is_time(values.type) or _are_dates(values):
+        return "dates, but not of items, or the times of the actions are none"
     if not is_list(values.type):
         return "most values occur once" if _is_scalar(values.type) else f"of type {str(values.type).partition('<')[0]}"
     return "most values occur once" if _is_integer_or_text(values.type.value_type) else "lists of different lengths"
+
+
+def _are_dates(values: pa.Array) -> bool:
+    """Whether values, which are not all missing, are written as dates."""
+    if not (pa.types.is_dictionary(values.type) or pa.types.is_integer(values.type)):
+        return False
+    distinct = _distinct(values)
+    # Long texts, such as descriptions, need not all be looked at.
+    for some in (distinct[:: 1 + len(distinct) // 1000], distinct):
+        try:
+            found = read_dates(some)
+        except ValueError:
+            return False
+        there = int(np.isfinite(found.days).sum())
+        if not found.written or not there or not are_exceptions(len(some) - there, there):
+            return False
+    return True
+
+
+def _distinct(values: pa.Array) -> pa.Array:
+    return _used(values) if pa.types.is_dictionary(values.type) else values.drop_null().unique()
 
 
 def _all_match(texts: pa.StringArray, pattern: str) -> bool:
@@ -464,6 +512,10 @@ def _occurrences(codes: np.ndarray, counts: np.ndarray | None, size: int) -> np.
 def _is_constant(values: pa.Array) -> bool:
     bounds = pc.min_max(_plain(values))
     return bounds["min"] == bounds["max"]
+
+
+def _decoded(values: pa.Array) -> pa.Array:
+    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
 
 
 def _plain(values: pa.Array) -> pa.Array:
@@ -644,9 +696,32 @@ class _Source:
         made[there] = flat.numbers().reshape(-1, int(widths[0]))
         return made
 
+    def days(self) -> np.ndarray:
+        """ValueError for values that are no dates, unless they may be exceptions."""
+        days, wrong = _read_dates(self.column)
+        if len(wrong) and not (self.exceptions and are_exceptions(len(wrong), int(np.isfinite(days).sum()))):
+            raise ValueError(f"feature {self.column.name} has the value {wrong[0].as_py()!r:.40}, which is no date")
+        return days.astype(np.float32)
+
     def _require_ids(self, kind: pa.DataType) -> None:
         if not (_is_scalar(kind) or is_text(kind)):
             raise ValueError(f"feature {self.column.name} has values of type {kind}, which are no ids")
+
+
+def _read_dates(column: RawColumn) -> tuple[np.ndarray, pa.Array]:
+    """A column as days since 1970, FP64 [R], NaN where there are none; and its different values that are no dates.
+    ValueError if it cannot be read as dates."""
+    values, kind = column.values, column.values.type
+    if not (_is_scalar(kind) or is_time(kind)):
+        raise ValueError(f"feature {column.name} has values of type {kind}, which are no dates")
+    distinct = _distinct(values)
+    try:
+        days = read_dates(distinct).days
+    except ValueError as error:
+        problem = str(error).partition(";")[0]
+        raise ValueError(f"feature {column.name} cannot be dates: {problem}; write them as 2024-01-31") from None
+    places = pc.index_in(_decoded(values), value_set=distinct).fill_null(-1).to_numpy()
+    return np.append(days, np.nan)[places], distinct.filter(pa.array(np.isnan(days)))
 
 
 def _code_values(values: pa.Array) -> Codes:

@@ -49,8 +49,12 @@ class Numbers:
 
     @property
     def wrong_are_exceptions(self) -> bool:
-        numbers = len(self.values) - self.values.null_count
-        return not len(self.wrong) or (numbers >= FEWEST and len(self.wrong) <= max(1, FEW * numbers))
+        return are_exceptions(len(self.wrong), len(self.values) - self.values.null_count)
+
+
+def are_exceptions(wrong: int, right: int) -> bool:
+    """Whether so many texts that are no numbers, or no dates, are exceptions among those that are."""
+    return not wrong or (right >= FEWEST and wrong <= max(1, FEW * right))
 
 
 def read_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> Numbers:

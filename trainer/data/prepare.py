@@ -335,11 +335,12 @@ def _features(
             column = RawColumn(name, owner, values, kinds.get(name), counts=counts, source=name)
             infer = kinds[name] is not None if name in kinds else not names_each_row(column)
             found.append(replace(column, infer=infer))
-    chosen, notes = apply_options(name_features(found), said, options.schema, of_owner), list[str]()
+    unit, notes = raw.actions.unit or "", list[str]()
+    chosen = apply_options(name_features(found), said, options.schema, of_owner, unit)
     if known:
         chosen, notes = as_in_schema(chosen, known, of_owner)
     try:
-        made = make_features(chosen, ordered.item_ids, options.min_feature_count, _keep)
+        made = make_features(chosen, ordered.item_ids, options.min_feature_count, _keep, unit)
         return replace(made, notes=[*notes, *made.notes])
     except ValueError as error:
         # A stated kind may not fit its column.

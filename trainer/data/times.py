@@ -379,6 +379,30 @@ def seconds_of_texts(texts: pa.StringArray) -> pa.Int64Array:
     return pa.array(clock.settle(seconds), mask=~known)
 
 
+@dataclass(frozen=True)
+class Dates:
+    """Values of a column as dates."""
+
+    days: np.ndarray
+    """FP64, since 1970, in UTC where no zone is named; NaN for what is no date."""
+    written: bool
+    """Whether they are written as dates, not as numbers of seconds and the like."""
+
+
+def read_dates(values: pa.Array) -> Dates:
+    """ValueError where days cannot be told from months, and for values that are no dates as a whole."""
+    clock = Clock()
+    found = clock.read("value", np.arange(1, len(values) + 1), values)
+    times, unit = clock.settle(found.values[found.there]), "s"
+    if "number" in clock.examples:
+        unit = "" if "date" in clock.examples else unit_of(times)
+    if not unit:
+        raise ValueError(f"are no dates ({clock.examples['number']})")
+    days = np.full(len(values), np.nan)
+    days[found.there] = times / (86_400 * UNITS[unit])
+    return Dates(days, "number" not in clock.examples)
+
+
 def nanoseconds_of_texts(texts: pa.StringArray) -> np.ndarray:
     """int32: the fractions of a second in ISO 8601 texts, up to 9 digits; 0 without one."""
     digits = pc.struct_field(pc.extract_regex(texts, r"\.(?P<digits>[0-9]{1,9})"), "digits")

@@ -50,7 +50,7 @@ class Embedder:
         rows, found = self._fetch(item_V, users.user, users.encoded)
         features, device = found.features.to(self.ranks.device), self.ranks.device
         vector_TD = self.tower.item_tower(rows, features).vector_RD[torch.from_numpy(place_T).to(device)]
-        times = users.times if sees_times(self.tower.config.encoder) else (None, None)
+        times = users.times if sees_times(self.tower.config.encoder, self.tower.schema) else (None, None)
         packing = Packing(torch.from_numpy(users.lengths), 0, *times).to(device)
         return self.tower.queries(vector_TD, packing, rows, features)
 

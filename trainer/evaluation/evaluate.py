@@ -149,7 +149,7 @@ class Evaluation:
         at_last_action/hr@10, what a model that sees times has if the query is asked at the time of the last action, not
         of the target. Beside them the rank of each user's target [U]. Collective, and equal on all ranks."""
         users, num_items = self.users(split), self.dataset.num_items
-        again = split == "test" and sees_times(tower.config.encoder)
+        again = split == "test" and sees_times(tower.config.encoder, tower.schema)
         with counting(split, len(users) * (1 + again), self.ranks.rank == 0) as count:
 
             def advance(more: int) -> None:

@@ -121,7 +121,7 @@ class QueryProgram(_Program):
             "vectors": _Input(torch.zeros(2, min(2, most), dim), BL),
             "lengths": _Input(torch.ones(2, dtype=torch.int64), B),
         }
-        if sees_times(tower.config.encoder):
+        if sees_times(tower.config.encoder, tower.schema):
             inputs["times"] = _Input(torch.zeros(2, min(2, most), dtype=torch.int64), BL)
             inputs["time"] = _Input(torch.zeros(2, dtype=torch.int64), B)
         for feature in tower.schema.of("user"):
@@ -344,7 +344,7 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
 def check_onnx(model: ModelConfig) -> None:
     """ValueError where onnx or onnxscript is not installed, and for an encoder that sees times: ONNX has no operation
     for the bits of a number, by which times have their buckets."""
-    if sees_times(model.encoder):
+    if getattr(model.encoder, "times", False):
         raise ValueError("--onnx cannot hold an encoder that sees times; --programs can")
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise ValueError(f"--onnx needs packages that are not installed: pip install {' '.join(missing)}")

@@ -31,7 +31,7 @@ from logitmix.common.files import held_alone, sync, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
-from logitmix.modules.features import Values
+from logitmix.modules.features import NO_TIME, Values
 from logitmix.modules.schema import Owner
 from logitmix.serving.encoding import Histories
 from logitmix.serving.expression import Allowed, Filters
@@ -430,9 +430,9 @@ class _OfItems:
 def _of_one(retriever: Retriever, items: list[int], user: Mapping[str, Values]) -> Histories:
     """Histories of one item each, of which no more is known."""
     count = len(items)
-    zero_B = torch.zeros(count, dtype=torch.int64)
+    time_B = torch.full((count,), NO_TIME)
     values = {**user, **_unknown(retriever, "event", count)}
-    return Histories(torch.ones(count, dtype=torch.int64), torch.tensor(items), values, (zero_B, zero_B))
+    return Histories(torch.ones(count, dtype=torch.int64), torch.tensor(items), values, (time_B, time_B))
 
 
 def _unknown(retriever: Retriever, owner: Owner, count: int) -> dict[str, Values]:

@@ -112,7 +112,7 @@ _MAPS: Mapping[Owner, str] = {
     "event": "query_tower.events.maps.",
 }
 """The modules of features, whose names are the places of the owner's features."""
-_PLACED = tuple(_MAPS.values())
+_PLACED = (*_MAPS.values(), "query_tower.time.")
 
 
 def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.trainer.cli import main
 from logitmix.trainer.data import arrays
 from logitmix.trainer.data.config import PrepareOptions
@@ -159,13 +160,17 @@ def test_the_dataset_before_stays_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("titled", [True, False])
 def test_items_and_users_with_features_and_titles(titled: bool, tmp_path: Path) -> None:
     tables = {name: tmp_path / f"{name}.csv" for name in ("items", "users")}
-    tables["items"].write_text(f"item,{'title' if titled else '_'},size\nx,Ex,1\ny,Why,1\nw,We,2\nz,Zed,3\n")
+    tables["items"].write_text(
+        f"item,{'title' if titled else '_'},size,since\nx,Ex,1,2024-02-01\ny,Why,1,\nw,We,2,2024-03-01\nz,Zed,3,\n"
+    )
     tables["users"].write_text("user,country\na,DE\nb,DE\nc,FR\n")
     schema = tmp_path / "schema.toml"
     given: dict[str, Any] = {name: str(file) for name, file in tables.items()}
     source = tmp_path / "0.csv"
     source.write_text(f"user,item,timestamp\nb,y,{DAY}\na,y,{DAY + 1}\na,x,{DAY + 5}\n")
-    schema.write_text('[features.size]\nkind = "ids"\n[features.country]\nkind = "id"\n')
+    schema.write_text(
+        '[features.size]\nkind = "ids"\n[features.country]\nkind = "id"\n[features.since]\nkind = "date"\n'
+    )
     out = tmp_path / "0"
     said = io.StringIO()
     console = Console(file=said, width=1000)
@@ -183,6 +188,7 @@ def test_items_and_users_with_features_and_titles(titled: bool, tmp_path: Path) 
     size = dataset.item_features["size"]
     assert size.offsets is not None and size.offsets.tolist() == [0, 1, 2, 3, 4]
     assert [sizes[row] for row in size.values] == ["1", "1", "2", "3"]
+    assert dataset.item_features["since"].values.tolist() == [19_754, NO_DATE, 19_783, NO_DATE]
 
 
 def test_arrays_and_digests_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import Feature, Owner, Table
 from logitmix.serving.features import FeatureReader
 from logitmix.trainer.data.features import (
@@ -19,6 +20,7 @@ from logitmix.trainer.data.features import (
     RawColumn,
     apply_options,
     as_in_requests,
+    filled,
     find_features,
     infer_kind,
     make_features,
@@ -116,6 +118,71 @@ def test_kinds_are_told_from_values(values: list[Any], kind: str | None) -> None
     if column.type == pa.string():
         encoded = column.dictionary_encode()
         assert [f.kind for f in made(RawColumn("given", "item", encoded)).schema.features[1:]] == ([kind] * bool(kind))
+
+
+DAYS = [f"2024-01-{day:02d}" for day in range(1, 21)]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (DAYS, "date"),
+        ([*DAYS, *DAYS], "date"),
+        ([*DAYS, "", None, "NULL", "soon"], "date"),
+        ([*DAYS, "soon", "later"], None),
+        (["2024-01-31 12:00", "31.01.2024"], "date"),
+        (["01/02/2024", "02/03/2024"], None),
+        (["01/02/2024", "02/13/2024"], "date"),
+        ([20240131, 20240201, None], "date"),
+        (["20240131", "20240201"], "date"),
+        ([20240131, 20241301, 20240201], "number"),
+        ([1_706_659_200, 1_706_745_600, 1_706_800_000], "number"),
+        ([datetime.date(2024, 1, 31), None, datetime.date(2024, 2, 1)], "date"),
+        ([datetime.datetime(2024, 1, 31, 12), datetime.datetime(2024, 2, 1)], "date"),
+        ([datetime.date(2024, 1, 31)] * 2, None),
+        (["1995", "1996", "1995", "1996"], "id"),
+    ],
+)
+def test_dates_are_told_from_values_where_the_times_of_actions_are_dates(values: list[Any], kind: str | None) -> None:
+    column = pa.array(values)
+    assert infer_kind(filled(column), unit="s") == kind
+    # Users have no age at a request, and neither have items where times are an order.
+    for owner, unit in (("user", "s"), ("item", "")):
+        features = make_features([RawColumn("given", owner, column)], ITEMS, 1, unit=unit)  # type: ignore[arg-type]
+        assert all(of.kind != "date" for of in features.schema.features)
+        assert not pa.types.is_temporal(column.type) or "given" in features.unused
+
+
+def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
+    values = ["2024-01-31", "1969-12-31T12:00:00Z", "", "2024-01-31 01:00+01:00", *DAYS, "soon"]
+    features = make_features([RawColumn("released", "item", pa.array(values))], ITEMS, 1, unit="ms")
+    assert features.schema.features[1] == Feature("released", "item", "date", mean=NO_DATE, unit="ms")
+    found = features.columns["released"].values
+    assert found[:4].tolist() == [19_753, -0.5, NO_DATE, 19_753] and found[-1] == NO_DATE
+    assert features.notes == [
+        "released: dates from 1969-12-31 to 2024-01-31 of 23 items; a model sees how old they are at each request",
+        "released: 1 value is no date and counts as missing, such as 'soon'",
+    ]
+    stated = RawColumn("released", "item", pa.array([1_706_659_200_000, None, 0]), "date")
+    found = make_features([stated], ITEMS, 1, unit="s").columns["released"].values
+    assert found.tolist() == [19_753, NO_DATE, 0]
+
+
+@pytest.mark.parametrize(
+    ("owner", "values", "unit", "problem"),
+    [
+        ("item", ["soon", "later"], "s", "has the value 'soon', which is no date"),
+        ("item", ["01/02/2024"], "s", "cannot be dates: it cannot be told which of the first two numbers is the month"),
+        ("item", [3, 4], "s", "cannot be dates: are no dates (value:1: 3)"),
+        ("item", [[1.0]], "s", "has values of type list<item: double>, which are no dates"),
+        ("item", DAYS, "", "has dates, but the times of the actions are none"),
+        ("user", DAYS, "s", "is of users; kind date is the age of items at a request"),
+    ],
+)
+def test_what_are_no_dates_of_items_is_refused(owner: Owner, values: list[Any], unit: str, problem: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_features([RawColumn("released", owner, pa.array(values), "date")], ITEMS, 1, unit=unit)
+    assert str(error.value).startswith(f"feature released {problem}")
 
 
 def test_lists_of_a_fixed_length_are_vectors() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.features import Embedded
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
 from logitmix.serving import items as items_module
 from logitmix.serving.directory.reader import read
@@ -82,12 +83,16 @@ def raw(dataset: Dataset, feature: Feature, column: Column, row: int) -> Any:
             return list(zip(ids, column.parallel["weights"][of_row].tolist(), strict=True))
         case "number":
             return float(column.values[row])
+        case "date":
+            days = column.values[row]
+            return None if days == NO_DATE else str(np.datetime64(int(days), "D"))
         case _:
             return column.values[row].tolist()
 
 
 def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
-    return request_after(dataset, int(users.user[place]), range(users.first[place], users.place[place]))
+    asked = request_after(dataset, int(users.user[place]), range(users.first[place], users.place[place]))
+    return {**asked, "time": int(dataset.timestamps_flat[users.place[place]])}
 
 
 def request_after(dataset: Dataset, user: int, actions: range) -> Request:
@@ -130,13 +135,13 @@ def test_recency_is_that_of_the_whole_history(served: Path) -> None:
     items = [f"item-{place}" for place in range(15)]
     long: Request = {"history": items, "timestamps": [10 + 2**place for place in range(15)]}
     events: list[Request] = [
-        {"history": items, "events": [{RECENCY: bits} for bits in (None, 1, 2, third, *range(4, 15))]}
+        {"history": items, "time": 10 + 2**14, "events": [{RECENCY: of} for of in (None, 1, 2, third, *range(4, 15))]}
         for third in (3, None)
     ]
     expected, unknown, *found = retriever.recommend([*events, long, {**events[0], "timestamps": [0] * 15}], 5)
     assert found[0] == found[1] == expected != unknown
     short: Request = {"history": ["new", "item-1"], "timestamps": [7, 11]}
-    alone: list[Request] = [{"history": ["item-1"], "events": [{RECENCY: bits}]} for bits in (3, None)]
+    alone: list[Request] = [{"history": ["item-1"], "time": 11, "events": [{RECENCY: of}]} for of in (3, None)]
     found_short, expected, unknown = retriever.recommend([short, *alone], 5)
     assert found_short == expected != unknown
 

@@ -277,7 +277,8 @@ def test_new_features_change_nothing_at_first(kind: str, tmp_path: Path, capsys:
     """Weights of features are stored by place, and go to those of the same name. A number of items comes before the one
     that there was, a vector of users behind, and a user's id."""
     old = (Feature("stock", "item", "number"), Feature("age", "user", "number"))
-    now = (Feature("price", "item", "number"), *old, Feature("taste", "user", "vector", width=3))
+    dated = Feature("released", "item", "date", unit="s")
+    now = (Feature("price", "item", "number"), *old, dated, Feature("taste", "user", "vector", width=3))
     folders = [with_features(tmp_path / name, of) for name, of in (("old", old), ("now", now))]
     settings = {"model.similarity.kind": kind, "model.hindexer.weight": 0.0, "train.epochs": 1}
     settings |= {"model.features": ["all"]}
@@ -285,7 +286,7 @@ def test_new_features_change_nothing_at_first(kind: str, tmp_path: Path, capsys:
     warm = settings | TINY_STEPS | {"warm_start": str(tmp_path / "first"), "model.features": ["all", "user"]}
     capsys.readouterr()
     after = train(small_config(folders[1], warm | {"tables.user.init_std": 1e-20}), tmp_path / "second")
-    said = "new features: price (number), taste (vector, 3 wide), user (id of table user)"
+    said = "new features: price (number), released (date), taste (vector, 3 wide), user (id of table user)"
     assert said in " ".join(capsys.readouterr().err.split())
     saved = load_saved(tmp_path / "second").tower
     first = load_saved(tmp_path / "first").tower
@@ -294,12 +295,13 @@ def test_new_features_change_nothing_at_first(kind: str, tmp_path: Path, capsys:
         (saved.query_tower.users.maps[0], first.query_tower.users.maps[0]),
     ):
         assert torch.equal(there.weight, here.weight) and torch.equal(there.bias, here.bias)
-    for begun in (saved.item_tower.features.maps[0], saved.query_tower.users.maps[1]):
+    maps = saved.item_tower.features.maps
+    for begun in (maps[0], maps[2], saved.query_tower.time, saved.query_tower.users.maps[1]):
         assert all(float(of.detach().abs().max()) < 1e-18 for of in begun.parameters())
     if kind == "dot":
         assert after["mrr"] == pytest.approx(before["mrr"], abs=1e-6)
     again = warm | {"warm_start": str(tmp_path / "second"), "model.features": ["age", "stock"]}
-    with pytest.raises(ValueError, match=r"item feature price \(number\) is not used; user feature taste"):
+    with pytest.raises(ValueError, match=r"item feature released \(date\) is not used; user feature taste"):
         train(small_config(folders[1], again), tmp_path / "third")
 
 
