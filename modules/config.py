@@ -15,58 +15,64 @@ be enough memory for it."""
 
 
 @dataclass(frozen=True)
-class SASRecConfig:
-    """The user side, of kind "sasrec": causal self-attention over the history; the paper's settings are in appendix
-    A."""
+class _AttentionConfig:
+    """Settings that encoders with blocks of causal attention have in common."""
 
-    module = "logitmix.modules.encoders.sasrec:SASRec"
-    kind: str = "sasrec"
+    kind: str = ""
     """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
     blocks: int = 2
     """b: attention blocks."""
     heads: int = 1
     """h: attention heads."""
     dropout: float = 0.2
-    """Rate on the input, the attention output and the feed-forward layers."""
     history_dropout: float = 0.0
     """Share of a history's items that the encoder does not see in a training step; they are still predicted."""
     max_length: int = 200
     """L: history positions that the encoder sees."""
 
     def __post_init__(self) -> None:
-        _require_blocks(self)
+        require_from(1, 1024, "model.encoder.blocks", self.blocks)
+        require_from(1, 1024, "model.encoder.heads", self.heads)
+        for name in ("dropout", "history_dropout"):
+            require(0 <= getattr(self, name) < 1, f"model.encoder.{name}", getattr(self, name), "in [0, 1)")
+        _require_length(self.max_length)
 
     def require_width(self, dim: int) -> None:
         """ValueError where the heads cannot share the width evenly."""
-        _require_heads(dim, self.heads)
+        if dim % self.heads:
+            near = [h for h in range(1, dim + 1) if dim % h == 0]
+            near.sort(key=lambda h: abs(h - self.heads))
+            raise ValueError(
+                f"model.dim ({dim}) must be divisible by model.encoder.heads ({self.heads}); "
+                f"set model.encoder.heads to {near[0]} or {near[1]}"
+            )
 
 
 @dataclass(frozen=True)
-class HSTUConfig:
+class SASRecConfig(_AttentionConfig):
+    """The user side, of kind "sasrec": causal self-attention over the history; the paper's settings are in appendix
+    A."""
+
+    module = "logitmix.modules.encoders.sasrec:SASRec"
+    kind: str = "sasrec"
+    dropout: float = 0.2
+    """Rate on the input, the attention output and the feed-forward layers."""
+
+
+@dataclass(frozen=True)
+class HSTUConfig(_AttentionConfig):
     """The user side, of kind "hstu": hierarchical sequential transduction units (Zhai et al., 2024), the stronger
     encoder."""
 
     module = "logitmix.modules.encoders.hstu:HSTU"
     kind: str = "hstu"
-    """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
     blocks: int = 4
     heads: int = 2
     dropout: float = 0.2
     """Rate on the input and on each block's gated attention."""
-    history_dropout: float = 0.0
-    """Share of a history's items that the encoder does not see in a training step; they are still predicted."""
-    max_length: int = 200
-    """L: history positions that the encoder sees."""
     times: bool = False
     """Attention sees the time from each action to the request, from timestamps: in training to the next action. A
     request then states its actions' timestamps and its own time."""
-
-    def __post_init__(self) -> None:
-        _require_blocks(self)
-
-    def require_width(self, dim: int) -> None:
-        """ValueError where the heads cannot share the width evenly."""
-        _require_heads(dim, self.heads)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,6 @@ class FuXiConfig(HSTUConfig):
 
     module = "logitmix.modules.encoders.fuxi:FuXi"
     kind: str = "fuxi"
-    """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
     dropout: float = 0.2
     """Rate on the input, and in each block on the gated attention and before the second stage."""
     expansion: int = 1
@@ -109,25 +114,6 @@ class PooledConfig:
 
     def require_width(self, dim: int) -> None:
         """Any width will do."""
-
-
-def _require_blocks(config: SASRecConfig | HSTUConfig) -> None:
-    """Checks the settings of blocks of attention."""
-    require_from(1, 1024, "model.encoder.blocks", config.blocks)
-    require_from(1, 1024, "model.encoder.heads", config.heads)
-    for name in ("dropout", "history_dropout"):
-        require(0 <= getattr(config, name) < 1, f"model.encoder.{name}", getattr(config, name), "in [0, 1)")
-    _require_length(config.max_length)
-
-
-def _require_heads(dim: int, heads: int) -> None:
-    if dim % heads:
-        near = [h for h in range(1, dim + 1) if dim % h == 0]
-        near.sort(key=lambda h: abs(h - heads))
-        raise ValueError(
-            f"model.dim ({dim}) must be divisible by model.encoder.heads ({heads}); "
-            f"set model.encoder.heads to {near[0]} or {near[1]}"
-        )
 
 
 def _require_length(value: int) -> None:
