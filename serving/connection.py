@@ -102,6 +102,8 @@ class Connection(H11Protocol):
     _size = 0
     _finished = False
     """Whether the answer that is being read is complete."""
+    below: asyncio.Transport | None = None
+    """That of an encrypted connection, whose own `transport` is in front of it."""
     half_closed = False
     """Whether the client has ended its side: it may read, or be gone."""
 
@@ -112,14 +114,21 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, "connection": self}
 
     @property
+    def is_made(self) -> bool:
+        """Whether there is a transport, for which an encrypted connection needs a handshake."""
+        return self.transport is not None
+
+    @property
     def gone(self) -> bool:
         """Whether nobody can read an answer."""
         return self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # So that `resume_writing` says that all has been sent.
-        transport.set_write_buffer_limits(high=0)
+        if self.below is None:
+            self.below = transport
+            # So that `resume_writing` says that all has been sent.
+            transport.set_write_buffer_limits(high=0)
         if len(self.connections) > CONNECTIONS + SPARE:
             self._refuse("503 Service Unavailable", TOO_MANY, "Retry-After: 1\r\n")
         elif len(self.connections) > CONNECTIONS:
@@ -133,6 +142,8 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that has sent a whole request is answered, for it may still read."""
         self.half_closed = True
+        if self.below is not self.transport:  # TLS has no half of a connection
+            return False
         if self.cycle is None or (self.cycle.response_complete and not self._finished):
             return False
         if self.cycle.more_body:
@@ -151,7 +162,8 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_reading()
-        self._size = self.transport.get_write_buffer_size()
+        assert self.below is not None
+        self._size = self.below.get_write_buffer_size()
         self.unread.add(self._size)
         patience = PATIENCE_SECONDS + self._size / READ_RATE
         self._reading = self.loop.call_later(patience, self.transport.abort)

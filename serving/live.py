@@ -55,7 +55,7 @@ class LiveExport:
         """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `shared` and `where` are as
         of the Retriever. The values in the file `attributes` take the place of those of filterable columns. Raises
         ValueError if there is no intact export, or no such folder or file."""
-        self._directory, self._say, self._group, self._deltas = directory, say, group or Group(), deltas
+        self._directory, self.say, self._group, self._deltas = directory, say, group or Group(), deltas
         self._shared, self._where = shared, where
         if attributes and not attributes.is_file():
             raise ValueError(f"there is no file {attributes}; make it, or give another --attributes")
@@ -103,7 +103,7 @@ class LiveExport:
             except Exception as error:  # whatever is wrong with the new export, the old one can answer
                 if there == self._there():  # otherwise it was replaced while it was read
                     self._seen = there
-                    self._say(f"the new export is not used: {' '.join(str(error).split())}")
+                    self.say(f"the new export is not used: {' '.join(str(error).split())}")
                 return False
             self._seen = there
             self._say_refused()
@@ -112,11 +112,11 @@ class LiveExport:
         if not self._group.all_have(self._next.digest):
             self._looks += 1
             if self._looks == _LOOKS:
-                self._say("a new export waits until all shards have read it")
+                self.say("a new export waits until all shards have read it")
             return False
         self.retriever = self._next
         said = f"delta {self.retriever.delta} is applied" if self.retriever.delta else "new export"
-        self._say(f"{said}: {self.retriever.described}")
+        self.say(f"{said}: {self.retriever.described}")
         return True
 
     def _there(self) -> tuple[object, object]:
@@ -125,7 +125,7 @@ class LiveExport:
 
     def _say_refused(self) -> None:
         if self.refused and self.refused != self._said_refused:
-            self._say(f"not all deltas are applied: {self.refused}")
+            self.say(f"not all deltas are applied: {self.refused}")
         self._said_refused = self.refused
 
     def _look_at_files(self) -> None:
@@ -136,7 +136,7 @@ class LiveExport:
         except OSError as error:
             problem = str(error)
         if problem and problem != self._problem:
-            self._say(problem)
+            self.say(problem)
         self._problem = problem
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ class LiveExport:
             except Exception as error:  # whatever is wrong, it may be over at the next look
                 problem = " ".join((str(error) or type(error).__name__).split())
                 if problem != before and not self._ended.is_set():
-                    self._say(f"no new export can be fetched: {problem}")
+                    self.say(f"no new export can be fetched: {problem}")
             before = problem
 
     def _read(self) -> Retriever:
@@ -209,9 +209,9 @@ class LiveExport:
             columns, self.changed = with_changes(retriever.columns, retriever.raw_ids, changes)
             retriever.filters.change(columns)
         if self.refused_attributes and self.refused_attributes != before[1]:
-            self._say(f"the attributes stay as they were: {self.refused_attributes}")
+            self.say(f"the attributes stay as they were: {self.refused_attributes}")
         elif not self.refused_attributes and (self.changed, "") != before:
-            self._say(f"attributes: {self.changed}")
+            self.say(f"attributes: {self.changed}")
 
     def _contents(self) -> Contents:
         """The export in the directory with the deltas that follow it. What was read is not read again."""

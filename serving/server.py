@@ -41,6 +41,8 @@ from logitmix.serving.body import MAX_STAGE_1, Body, parse
 from logitmix.serving.connection import (
     BUSY,
     CLOSE,
+    CONNECTIONS,
+    SPARE,
     BodyRefused,
     Connection,
     Unread,
@@ -54,7 +56,8 @@ from logitmix.serving.mapped import WrittenInPlace
 from logitmix.serving.metrics import PATHS, Counting, Metrics, OfWorkers, identity
 from logitmix.serving.shadow import Shadow
 from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
-from logitmix.serving.workers import CLOSED, DRAINING, LEAVING, READY, Worker, bound, listen, say
+from logitmix.serving.tls import Encrypted, Tls
+from logitmix.serving.workers import CLOSED, DRAINING, LEAVING, READY, TICK, Worker, bound, listen, say
 
 UNREAD = 2**26
 """Bytes of answers that clients have not read yet, beyond which /retrieve and /items answer with 503."""
@@ -100,6 +103,8 @@ class Settings:
     shadow_share: float = 1.0
     """Share of the requests that the shadow answers too, if there is one."""
     allowed: Allowed = field(default_factory=Allowed)
+    tls: Tls | None = None
+    """For HTTPS."""
 
     def __post_init__(self) -> None:
         require(0 <= self.wait_ms <= 1000, "--wait-ms", self.wait_ms, "from 0 to 1000")
@@ -149,7 +154,8 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         for socket_ in listening:
-            listen(socket_, export.retriever.described, bool(allowed.token))
+            protocol = "https" if settings.tls else "http"
+            listen(socket_, export.retriever.described, bool(allowed.token), protocol)
         server.run(sockets=listening)
         export.release()
 
@@ -199,16 +205,74 @@ def make_server(
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     if worker is None:
-        return _Server(config, ending, settings.drain)
-    return _WorkersServer(config, ending, worker, lambda: f"{READY} {export.retriever.described}")
+        return _Server(config, ending, settings.drain, settings.tls)
+    return _WorkersServer(config, ending, settings.tls, worker, lambda: f"{READY} {export.retriever.described}")
 
 
 class _Server(uvicorn.Server):
     """One that goes on for a time after the first signal, which `ending` tells to those who send requests."""
 
-    def __init__(self, config: uvicorn.Config, ending: Event, drain: float = 0.0) -> None:
+    def __init__(self, config: uvicorn.Config, ending: Event, drain: float = 0.0, tls: Tls | None = None) -> None:
         super().__init__(config)
-        self._ending, self._drain, self._ends = ending, drain, math.inf
+        self._ending, self._drain, self._ends, self._tls = ending, drain, math.inf, tls
+        self._given: set[asyncio.Task[None]] = set()
+        """Connections that are not made yet, for which a handshake may be under way."""
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets=[] if self._tls else sockets)
+        if self._tls and sockets:
+            self._accepting = self._loop.create_task(self._accept(sockets[0]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting:
+            self._accepting.cancel()
+            for task in self._given:
+                task.cancel()
+        await super().shutdown(sockets)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        listening.listen(CONNECTIONS)
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listening)
+            except OSError:  # the client is gone, or too many files are open
+                await asyncio.sleep(TICK)
+            else:
+                self._take_one(connection)
+
+    def _take_one(self, connection: socket.socket) -> None:
+        task = self._loop.create_task(self._serve_one(connection))
+        self._given.add(task)
+        task.add_done_callback(self._given.discard)
+
+    async def _serve_one(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        protocol, tls = self._protocol(), self._tls
+        try:
+            with contextlib.suppress(OSError):  # the client is gone, or no handshake comes about
+                if tls is None:
+                    await self._loop.connect_accepted_socket(lambda: protocol, connection)
+                elif len(self._given) + len(self.server_state.connections) <= CONNECTIONS + SPARE:
+                    done = self._loop.create_future()
+                    await self._loop.connect_accepted_socket(lambda: Encrypted(protocol, tls.context, done), connection)
+                    await done
+        finally:
+            if not protocol.is_made:
+                if protocol.below is None:
+                    connection.close()
+                else:
+                    protocol.below.abort()
+                protocol.closed()
+
+    def _protocol(self) -> Connection:
+        made: Any = self.config.http_protocol_class
+        protocol: Connection = made(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=self._loop
+        )
+        return protocol
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain and not self._ending.is_set():
@@ -226,14 +290,15 @@ class _Server(uvicorn.Server):
 class _WorkersServer(_Server):
     """That of a worker: it serves the connections that it is given, until it is told to end."""
 
-    def __init__(self, config: uvicorn.Config, ending: Event, worker: Worker, ready: Callable[[], str]) -> None:
-        super().__init__(config, ending)
+    def __init__(
+        self, config: uvicorn.Config, ending: Event, tls: Tls | None, worker: Worker, ready: Callable[[], str]
+    ) -> None:
+        super().__init__(config, ending, tls=tls)
         self._worker, self._ready = worker, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self._loop, self._all_taken = asyncio.get_running_loop(), asyncio.Event()
-        self._given: set[asyncio.Task[None]] = set()
+        self._all_taken = asyncio.Event()
         self._worker.control.setblocking(False)
         self._loop.add_reader(self._worker.control, self._take)
         self._worker.tell(self._ready())
@@ -254,9 +319,7 @@ class _WorkersServer(_Server):
         except OSError:
             told, files = b"", []
         for file in files:
-            task = self._loop.create_task(self._serve_one(socket.socket(fileno=file)))
-            self._given.add(task)
-            task.add_done_callback(self._given.discard)
+            self._take_one(socket.socket(fileno=file))
         if DRAINING in told:
             self._ending.set()
         if not told:
@@ -264,16 +327,8 @@ class _WorkersServer(_Server):
             self._all_taken.set()
             self.should_exit = True
 
-    async def _serve_one(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):  # the client is gone
-            await self._loop.connect_accepted_socket(self._protocol, connection)
-
     def _protocol(self) -> Connection:
-        made: Any = self.config.http_protocol_class
-        protocol: Connection = made(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=self._loop
-        )
+        protocol = super()._protocol()
         protocol.closed = partial(self._worker.tell, CLOSED)
         return protocol
 
@@ -301,6 +356,8 @@ def make_app(
             if await asyncio.to_thread(export.refresh):
                 metrics.reloads.inc()
                 metrics.identify()
+            if settings.tls:
+                settings.tls.refresh(export.say)
             if compared:
                 await asyncio.to_thread(compared.export.refresh)
             if worker:

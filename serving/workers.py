@@ -116,7 +116,14 @@ def _metrics_of(folder: Path, number: int) -> Path:
 
 
 def run_workers(
-    command: Sequence[str], count: int, threads: int, host: str, port: int, drain: float = 0.0, has_token: bool = False
+    command: Sequence[str],
+    count: int,
+    threads: int,
+    host: str,
+    port: int,
+    drain: float = 0.0,
+    has_token: bool = False,
+    protocol: str = "http",
 ) -> int:
     """Serves by `count` processes of a command until SIGTERM or SIGINT, and then `drain` seconds more, which a second
     signal ends; the next one ends the workers at once. `threads`: CPU threads of each, where OMP_NUM_THREADS does not
@@ -134,7 +141,7 @@ def run_workers(
         for worker in workers:
             stack.callback(worker.kill)
         listening.setblocking(False)
-        supervisor = _Supervisor(workers, listening, drain, has_token)
+        supervisor = _Supervisor(workers, listening, drain, has_token, protocol)
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, supervisor.told))
         return supervisor.run()
@@ -233,9 +240,15 @@ class _Process:
 
 class _Supervisor:
     def __init__(
-        self, workers: Sequence[_Process], listening: socket.socket, drain: float = 0.0, has_token: bool = False
+        self,
+        workers: Sequence[_Process],
+        listening: socket.socket,
+        drain: float = 0.0,
+        has_token: bool = False,
+        protocol: str = "http",
     ) -> None:
-        self._workers, self._listening, self._drain, self._has_token = workers, listening, drain, has_token
+        self._workers, self._listening, self._drain = workers, listening, drain
+        self._said = has_token, protocol
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._serving = False
@@ -314,7 +327,7 @@ class _Supervisor:
                 say(f"worker {worker.number} answers again")
             elif all(of.is_ready for of in self._workers):
                 self._serving = True
-                listen(self._listening, rest, self._has_token)
+                listen(self._listening, rest, *self._said)
             elif worker is self._workers[0]:
                 for other in self._workers[1:]:
                     self._start(other)

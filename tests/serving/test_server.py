@@ -46,6 +46,7 @@ from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever, Row
 from logitmix.serving.server import Settings, make_server
+from logitmix.serving.tls import Tls
 from logitmix.trainer import cli
 from logitmix.trainer.commands import serve
 from logitmix.trainer.commands.words import parse
@@ -104,11 +105,12 @@ def running(
     deltas: Path | None = None,
     drain: float = 0.0,
     shadow: LiveExport | None = None,
+    tls: Tls | None = None,
 ) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append, deltas=deltas) if isinstance(folder, Path) else folder
     with workers_module.bound("127.0.0.1", 0) as listening:
-        server = make_server(export, Settings(drain=drain, allowed=allowed), shadow=shadow)
+        server = make_server(export, Settings(drain=drain, allowed=allowed, tls=tls), shadow=shadow)
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:
@@ -876,10 +878,9 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
     export = LiveExport(export_small(small_model("dot", 20), tmp_path / "served"), print)
     retriever = export.retriever
     retriever.titles = None
-    assert search(retriever, "ID 7", 3) == {
-        "items": [{"id": f"id {n}", "title": None} for n in (7, 70, 77)],
-        "more": False,
-    }
+    found = search(retriever, "ID 7", 3)
+    assert [(row["id"], row["title"]) for row in found["items"]] == [(f"id {n}", None) for n in (7, 70, 77)]
+    assert found["more"] is False
     (found,) = batcher_module.answer(retriever, [question({"history": ["new"]})])
     assert str(found) == "the request names no known item; give at least one"
     shown = json_response({"items": [{"id": "\ud800"}]})

@@ -23,6 +23,7 @@ from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
 from logitmix.serving.live import LiveExport
 from logitmix.serving.server import Settings, make_server
+from logitmix.serving.tls import Tls
 from logitmix.serving.workers import Worker, _Process, _Supervisor, bound
 from logitmix.trainer import cli
 
@@ -151,10 +152,12 @@ def test_workers_that_shall_end_take_connections_until_a_second_signal(tmp_path:
 
 
 @contextmanager
-def worker_of(number: int, folder: Path, metrics: Path) -> Iterator[tuple[socket.socket, uvicorn.Server]]:
+def worker_of(
+    number: int, folder: Path, metrics: Path, tls: Tls | None = None
+) -> Iterator[tuple[socket.socket, uvicorn.Server]]:
     """The supervisor's end of a worker's control, and the worker."""
     ours, theirs = socket.socketpair()
-    server = make_server(LiveExport(folder, print), Settings(allowed=ALLOWED), Worker(number, theirs, metrics))
+    server = make_server(LiveExport(folder, print), Settings(allowed=ALLOWED, tls=tls), Worker(number, theirs, metrics))
     thread = threading.Thread(target=server.run, args=[[]])
     thread.start()
     with ours, theirs:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -10,6 +11,9 @@ from logitmix.common.storage import path_of
 from logitmix.launch.processes import launched
 from logitmix.trainer.commands.options import ExportPlace, threads_of_each, with_plugins
 from logitmix.trainer.commands.words import parse
+
+if TYPE_CHECKING:
+    from logitmix.serving.tls import Tls
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,12 @@ class Arguments:
     """An origin whose pages may ask from browsers (CORS), such as https://shop.example; * for any."""
     token_file: str = ""
     """File with the token that requests must have: Authorization: Bearer TOKEN."""
+    tls_certificate: str = ""
+    """File with the certificate for HTTPS, in PEM, and those between it and one that clients know."""
+    tls_key: str = ""
+    """File with its private key, in PEM."""
+    tls_client_ca: str = ""
+    """File with authorities, one of which must have signed each client's certificate."""
 
 
 def run(words: list[str]) -> None:
@@ -76,13 +86,15 @@ def run(words: list[str]) -> None:
     from logitmix.serving.guards import Allowed, read_token
     from logitmix.serving.workers import Worker, run_workers, say
 
-    token = read_token(path_of(arguments.token_file)) if arguments.token_file else ""
+    token, tls = read_token(path_of(arguments.token_file)) if arguments.token_file else "", _tls(arguments)
     worker = Worker.of_environment()
     if arguments.workers > 1 and not worker:
         command = [sys.executable, "-P", "-m", "logitmix.trainer", *with_plugins(["serve", *words])]
         threads = threads_of_each(arguments.workers)
         place = arguments.host, arguments.port, arguments.drain_seconds
-        raise SystemExit(run_workers(command, arguments.workers, threads, *place, bool(token)))
+        raise SystemExit(
+            run_workers(command, arguments.workers, threads, *place, bool(token), "https" if tls else "http")
+        )
     from logitmix.serving.server import Settings, serve, serve_shard
     from logitmix.serving.shards import Front, Shard
 
@@ -104,8 +116,20 @@ def run(words: list[str]) -> None:
         arguments.drain_seconds,
         arguments.shadow_share,
         allowed,
+        tls,
     )
     serve(*served, settings, front, worker, deltas, shadow)
+
+
+def _tls(arguments: Arguments) -> "Tls | None":
+    if not (arguments.tls_certificate or arguments.tls_key or arguments.tls_client_ca):
+        return None
+    if not (arguments.tls_certificate and arguments.tls_key):
+        raise ValueError("HTTPS needs both --tls-certificate FILE and --tls-key FILE")
+    from logitmix.serving.tls import Tls
+
+    ca = path_of(arguments.tls_client_ca) if arguments.tls_client_ca else None
+    return Tls(path_of(arguments.tls_certificate), path_of(arguments.tls_key), ca)
 
 
 def _check_shards(arguments: Arguments) -> None:

@@ -1,0 +1,113 @@
+"""TLS: the certificate of a server, the certificates of its clients, and connections that are encrypted."""
+
+import asyncio
+import ssl
+from asyncio import sslproto
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from logitmix.common.files import file_stamp
+from logitmix.serving.connection import PATIENCE_SECONDS, Connection
+
+
+@dataclass
+class Tls:
+    """Files in PEM. ValueError that names the one that cannot be used."""
+
+    certificate: Path
+    """With those of the authorities between it and one that clients know."""
+    key: Path
+    client_ca: Path | None = None
+    """Authorities, one of which must have signed each client's certificate; clients need none without it."""
+    context: ssl.SSLContext = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._seen = self._stamps()
+        self.context = self._made()
+
+    def refresh(self, say: Callable[[str], object]) -> None:
+        """Takes over files that were replaced, for new connections; if they cannot be used, says so once."""
+        if (seen := self._stamps()) != self._seen:
+            self._seen = seen
+            try:
+                self.context = self._made()
+                say("new TLS files")
+            except ValueError as error:
+                say(f"the TLS files stay as they were: {error}")
+
+    @property
+    def _files(self) -> dict[str, Path]:
+        named = {"--tls-certificate": self.certificate, "--tls-key": self.key}
+        return named | ({"--tls-client-ca": self.client_ca} if self.client_ca else {})
+
+    def _stamps(self) -> list[object]:
+        return [file_stamp(file) for file in self._files.values()]
+
+    def _made(self) -> ssl.SSLContext:
+        for flag, file in self._files.items():
+            kind = "PRIVATE KEY" if file is self.key else "CERTIFICATE"
+            try:
+                text = file.read_bytes()
+            except OSError as error:
+                raise ValueError(f"{flag} {file} cannot be read: {error.strerror}") from None
+            if f"{kind}-----".encode() not in text:
+                raise ValueError(f"{flag} {file} has no {kind.lower()} in PEM; it begins with -----BEGIN {kind}-----")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_refuse)
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                raise ValueError(
+                    f"--tls-key {self.key} is not the key of --tls-certificate {self.certificate}"
+                ) from None
+            raise ValueError(
+                f"--tls-certificate {self.certificate} and --tls-key {self.key} cannot be used: {error.reason}"
+            ) from None
+        if self.client_ca:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self.client_ca)
+            except ssl.SSLError as error:
+                raise ValueError(f"--tls-client-ca {self.client_ca} cannot be used: {error.reason}") from None
+        return context
+
+
+def _refuse() -> str:
+    # Otherwise the library asks for it on the terminal.
+    raise ValueError("--tls-key is encrypted, and a server cannot ask for its password: openssl pkey writes it plainly")
+
+
+class Encrypted(sslproto.SSLProtocol):
+    """Between a transport and a connection, which is told of what the client has not read of the transport: asyncio's
+    own tells it of a buffer in front of that, which is always empty."""
+
+    def __init__(self, connection: Connection, context: ssl.SSLContext, done: asyncio.Future[None]) -> None:
+        """`done` ends with the handshake, or with the OSError that ends it, after PATIENCE_SECONDS at the latest."""
+        super().__init__(
+            connection.loop,
+            connection,
+            context,
+            done,
+            server_side=True,
+            ssl_handshake_timeout=PATIENCE_SECONDS,  # type: ignore[arg-type]
+            ssl_shutdown_timeout=PATIENCE_SECONDS,
+        )
+        self._connection = connection
+
+    def connection_made(self, transport: Any) -> None:
+        transport.set_write_buffer_limits(high=0)
+        self._connection.below = transport
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._connection.is_made:
+            self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._connection.is_made:
+            self._connection.resume_writing()
