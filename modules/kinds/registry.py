@@ -10,6 +10,7 @@ from .number import Number
 from .one_id import Id
 from .vector import Vector
 from .weighted_ids import WeightedIds
+from .words import Words
 
 KINDS = Registry[Kind](
     "kind of feature",
@@ -20,6 +21,7 @@ KINDS = Registry[Kind](
         "date": Date(),
         "vector": Vector(),
         "weighted_ids": WeightedIds(),
+        "words": Words(),
     },
     needs=("read", "in_request", "cell", "embed", "sparse"),
     instances=True,

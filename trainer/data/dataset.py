@@ -58,6 +58,7 @@ A feature's column has its name and is stored by its kind:
 
     id        int64            row of its table; 0 where the value is missing or unknown
     ids       list<int64>      rows of its table; [] where missing
+    words     list<int64>      the same of known words
     number    float32          its mean, from the schema, where missing
     date      float32          of items: days since 1970, to 2 minutes; -1e6 where missing, which is also its mean
     vector    list<float32>    of the feature's width, or fixed_size_list; the mean in every place where missing

@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
+from logitmix.modules.kinds.words import words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
@@ -156,6 +157,7 @@ def make_features(
     features, made = [ITEM_FEATURE], dict[str, Column]()
     coded: dict[str, Codes] = {}
     sharing: dict[str, list[tuple[pa.StringArray, np.ndarray]]] = {}
+    fewest = dict[str, int]()
     for column in columns:
         column = column.load()
         marked[column.name] = _marked(column)
@@ -167,18 +169,19 @@ def make_features(
             unused[column.name] = _why_unused(column)
             continue
         notes += _of_numbers(column)
-        found = kind_named(column.kind).read(_Source(column))
+        form = kind_named(column.kind)
+        found = form.read(_Source(column))
         kept = keep if column.owner == "event" else lambda values: values
         if isinstance(found, Codes):
             table = column.table or column.name
             features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
+            fewest[table] = max(form.fewest, fewest.get(table, 1))
             sharing.setdefault(table, []).append((found.texts, found.occurrences(column.counts)))
             offsets = None if found.offsets is None else kept(found.offsets)
             parallel = {name: kept(numbers) for name, numbers in found.parallel.items()}
             coded[column.name] = replace(found, codes=kept(found.codes), offsets=offsets, parallel=parallel)
         else:
             numbers: np.ndarray = found
-            form = kind_named(column.kind)
             if form.dated and not of_times:
                 why = f"is of {column.owner}s" if unit else "has dates, but the times of the actions are none"
                 raise ValueError(f"feature {column.name} {why}; kind {column.kind} is the age of items at a request")
@@ -190,12 +193,13 @@ def make_features(
             numbers[np.isnan(numbers)] = mean
             made[column.name] = Column(kept(numbers))
     values = {ITEM: item_ids} | {
-        table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
+        table: _vocabulary(codes, max(min_count, fewest[table])) for table, codes in sharing.items() if table != ITEM
     }
     tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
     for feature in features:
         if feature.name in coded:
             found = _look_up(coded.pop(feature.name), values[feature.table], tables[feature.table])
+            found = found.without_unknown() if feature.form.skips_unknown else found
             made[feature.name] = replace(found, values=keep(found.values)) if feature.owner == "event" else found
     vocabularies = {
         name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
@@ -655,6 +659,13 @@ class _Source:
         there = single.codes >= 0
         return Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
 
+    def words(self) -> Codes:
+        name, values = self.column.name, self.column.values
+        if not pa.types.is_dictionary(values.type):
+            raise ValueError(f"feature {name} has values of type {values.type}; words need text")
+        lists = [words_of(text) for text in values.dictionary.to_pylist()]
+        return _code_text_lists(values, pa.array(lists, pa.list_(pa.string())))
+
     def _with_parallel(self) -> Codes:
         """Of lists of structs, as joined.py makes them."""
         values, names = self.column.values, list(self.column.columns)
@@ -746,11 +757,14 @@ def _code_lists(lists: pa.Array) -> Codes:
     return Codes(flat.codes[there], flat.texts, np.concatenate([[0], np.cumsum(counts)]))
 
 
-def _code_text_lists(values: pa.DictionaryArray) -> Codes:
-    """The parts of each text between separators. Each distinct text is split once."""
-    split = pc.split_pattern(values.dictionary, SEPARATOR)
-    split = pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values))
-    distinct = _code_lists(split)
+def _between_separators(texts: pa.StringArray) -> pa.ListArray:
+    split = pc.split_pattern(texts, SEPARATOR)
+    return pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values))
+
+
+def _code_text_lists(values: pa.DictionaryArray, split: pa.ListArray | None = None) -> Codes:
+    """The parts of each text: those of its distinct texts, `split`, or what is between separators."""
+    distinct = _code_lists(_between_separators(values.dictionary) if split is None else split)
     assert distinct.offsets is not None
     texts = values.indices.fill_null(-1).to_numpy()
     counts = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])

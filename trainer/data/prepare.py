@@ -43,6 +43,7 @@ from logitmix.trainer.data.features import (
     make_features,
     name_features,
     read_schema,
+    valid_name,
 )
 from logitmix.trainer.data.files import digests, plain
 from logitmix.trainer.data.matching import match
@@ -207,7 +208,13 @@ def _write(
         )
     sides, side_notes = _match(raw, read_ids, ordered, options)
     items, title = raw.items.of(ordered.item_ids), options.title_column
-    titles = _titles(title, items.pop(title, None), raw.actions.columns, ordered)
+    titles = _titles(title, items.get(title), raw.actions.columns, ordered)
+    # Titles are shown, and their words a feature only where that is stated.
+    if not {valid_name(title), f"item_{title}"} & {
+        *said.features,
+        *(of.name for of in (known.features if known else ())),
+    }:
+        items.pop(title, None)
     made = _features(raw, items, ordered, options, said, known)
     contents = DatasetContents(
         ordered.offsets,

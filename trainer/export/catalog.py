@@ -117,6 +117,8 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
     columns, ids = _columns_of(
         table or SideTable(), Path(catalog.items).name, {*features, TITLE, *contents.columns}, said
     )
+    if TITLE in columns and f"item_{TITLE}" in features:
+        columns[f"item_{TITLE}"] = columns[TITLE]
     place_N = np.array(contents.raw_ids.places(ids), np.int64)
     stays_X = _stays(contents, catalog, ids, place_N, said)
     # New items come last.
