@@ -381,6 +381,11 @@ class ModelConfig:
     user_id_dropout: float = 0.5
     """With the feature "user": share of sequences whose user's row is replaced by the unknown user's for a training
     step, so that the model learns to work without knowing the user."""
+    wanted: str = ""
+    """An id of the actions, such as their kind, whose value of the action that is to come the query knows: in training
+    and evaluation that of the target, in requests their entry "want"."""
+    wanted_dropout: float = 0.2
+    """With `wanted`: share of the positions that do not know it in a training step, as requests without "want"."""
     encoder: EncoderConfig = field(default_factory=SASRecConfig)
     similarity: SimilarityConfig = field(default_factory=DotConfig)
     hindexer: HIndexerConfig = field(default_factory=HIndexerConfig)
@@ -395,7 +400,7 @@ class ModelConfig:
             )
         require_from(4, WIDEST, "model.dim", self.dim)
         self.encoder.require_width(self.dim)
-        for name in ("item_id_dropout", "user_id_dropout"):
+        for name in ("item_id_dropout", "user_id_dropout", "wanted_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "in [0, 1)")
 
 

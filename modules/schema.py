@@ -26,6 +26,8 @@ RECENCY_VALUES = ("", *(str(bits) for bits in range(65)))
 """Vocabulary of that table: number of bits of the time, 0 to 64; unknown for a user's first action."""
 
 USER = "user"
+WANTED = "wanted_"
+"""The beginning of the name of a feature of the next action."""
 """Name of another one, and of its table: the user's id. Row u + 1 is user u; row 0 is that of all users whom training
 does not see."""
 
@@ -175,6 +177,21 @@ class Schema:
         kept = tuple(feature for feature in offered.features if feature.name in wanted)
         used = {feature.table for feature in kept}
         return Schema(kept, tuple(table for table in offered.tables if table.name in used))
+
+    def wanting(self, name: str, whole: "Schema") -> "Schema":
+        """With what the next action's value of a feature of the actions is, `whole` being the dataset's schema: a
+        feature and a table of as many rows. ValueError if there is no such id, or if its name is taken."""
+        feature = next((of for of in whole.of("event") if of.name == name), None)
+        if feature is None or feature.kind != "id":
+            ids = [of.name for of in whole.of("event") if of.kind == "id"]
+            raise ValueError(
+                f"model.wanted is {name}, which is no id of the actions{nearest(name, ids)}; there are: "
+                f"{', '.join(ids) or 'none'}"
+            )
+        own = WANTED + name
+        if own in {of.name for of in whole.features} | {of.name for of in whole.tables}:
+            raise ValueError(f"model.wanted is {name}, but the dataset has a feature or table {own}; rename that")
+        return self._with(Feature(own, "event", "id", own), whole.table(feature.table).rows)
 
     def _with(self, feature: Feature, rows: int) -> "Schema":
         """With a feature and its table, unless a feature or table of the schema has its name."""

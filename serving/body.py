@@ -39,6 +39,7 @@ class Body(BaseModel):
     time: int | None = None
     user: dict[str, Any] | None = None
     events: Annotated[list[dict[str, Any]], Field(max_length=MAX_HISTORY, fail_fast=True)] | None = None
+    want: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
     allowed: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     blocked: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     where: Annotated[str, Field(max_length=MAX_WHERE)] | None = None

@@ -11,7 +11,7 @@ import torch
 
 from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.features import recency_rows
-from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES
+from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES, WANTED
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.expression import Filters
 from logitmix.serving.texts import FEW
@@ -47,6 +47,9 @@ class Request(TypedDict, total=False):
     """Features of the user by name; the manifest's signature has their names and kinds."""
     events: Sequence[Mapping[str, Any]]
     """Features of the events, one mapping for each item of the history."""
+    want: str | int | None
+    """Which kind of action is to come after the history, for a model that knows it (model.wanted), which otherwise
+    answers for any; other models ignore it."""
     allowed: Sequence[str | int]
     """Raw ids: if given, only these items are ranked; all of them by the similarity, unless they are more than the
     h-indexer keeps."""
@@ -137,6 +140,8 @@ class RequestReader:
         self._places_of_list = lru_cache(_LISTS)(contents.raw_ids.places)
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in contents.about.schema.features
+        self._wanted = contents.about.model.wanted
+        self._wants = [of for of in contents.vocabularies[WANTED + self._wanted] if of] if self._wanted else []
         self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
 
     def read_all(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
@@ -164,6 +169,8 @@ class RequestReader:
             recency = recency_rows(torch.tensor(times[:-1]), torch.zeros(1, dtype=torch.int64)).tolist()
             unstated = zip(recency, events or [{}] * len(history), strict=True)
             events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]
+        if self._wanted and history:
+            events = self._with_next(events or [{}] * len(history), self._want(request, place))
         try:
             items = self.known(history) if unknown == "refuse" else self._places(history)
         except ValueError as error:
@@ -182,6 +189,29 @@ class RequestReader:
             self._conditions(request, place),
             self._limit(request, place),
         )
+
+    def _want(self, request: Request, place: int) -> str | None:
+        """What action is to come. ValueError, with the request's number, for what training saw no action of."""
+        if request.get("want") is None:
+            return None
+        try:
+            (want,) = id_texts([request["want"]])
+        except ValueError as error:
+            raise ValueError(f"request {place}: want {error}") from None
+        if want not in self._wants:
+            there = ", ".join(map(repr, self._wants[:10])) + (", …" if len(self._wants) > 10 else "")
+            raise ValueError(f"request {place}: want is {want!r:.40}; it must be one of {there}")
+        return want
+
+    def _with_next(self, events: Sequence[Mapping[str, Any]], want: str | None) -> list[Mapping[str, Any]]:
+        """The events, each with the value that the next one has; `want` is the one after the last."""
+        name = self._wanted
+        own = any(of.name == name for of in self._about.schema.of("event"))
+        after = [*(of.get(name) for of in events[1:]), want]
+        return [
+            {key: of for key, of in event.items() if own or key != name} | {WANTED + name: value}
+            for event, value in zip(events, after, strict=True)
+        ]
 
     def _limit(self, request: Request, place: int) -> dict[str, int]:
         try:

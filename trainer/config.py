@@ -512,6 +512,8 @@ def model_schema(schema: Schema, config: Config) -> Schema:
     used = schema.only(config.model.features)
     left_out = {*config.data.negatives} - {*config.model.features}
     used = used.only([feature.name for feature in used.features if feature.name not in left_out])
+    if config.model.wanted:
+        used = used.wanting(config.model.wanted, schema)
     names = [table.name for table in used.tables]
     for name in config.tables.by_name:
         if name not in names:

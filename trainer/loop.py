@@ -333,6 +333,8 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen 
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         user_id_dropout=config.model.user_id_dropout,
+        wanted=config.model.wanted,
+        wanted_dropout=config.model.wanted_dropout,
         pooled=[table.name for table in schema.tables if config.tables.of(table.name).pooled],
         times=sees_times(config.model.encoder, schema),
         rank=ranks.rank,

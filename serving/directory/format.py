@@ -73,7 +73,7 @@ from torch import Tensor
 
 from logitmix.common.checked import Checked
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.schema import ITEM, Owner, Schema
+from logitmix.modules.schema import ITEM, WANTED, Owner, Schema
 from logitmix.serving.columns import Column, Kind
 from logitmix.serving.items import stored_type
 from logitmix.serving.mapped import MappedFiles
@@ -188,12 +188,14 @@ def signature(about: About) -> dict[str, Any]:
     """Inputs and outputs of a retrieval, for readers of the manifest."""
     model, schema = about.model, about.schema
     columns = {}
+    if model.wanted:
+        columns["want"] = f"value of {model.wanted} of the action that is to come"
     if about.filterable:
         of = f"the columns {', '.join(about.filterable)}"
-        columns = {"where": f"condition on {of}", "limit": f"most items of a value, by name, of {of}"}
+        columns |= {"where": f"condition on {of}", "limit": f"most items of a value, by name, of {of}"}
 
     def features(owner: Owner) -> dict[str, str]:
-        return {of.name: of.form.in_request(of) for of in schema.of(owner)}
+        return {of.name: of.form.in_request(of) for of in schema.of(owner) if of.name != WANTED + model.wanted}
 
     return {
         "inputs": {

@@ -167,7 +167,7 @@ def test_requests_together_are_ranked_as_each_alone(tmp_path: Path, stage1: int 
     requests = [
         Request(history=[ids[item] for item in of], **more) for of, more in zip(histories, filters, strict=True)
     ]
-    task = retriever._task(retriever._all_asked(requests, "skip"), Options(10, stage1=stage1), 10)
+    task = retriever._task(retriever._all_asked(requests, "skip"), Options(10, stage1=stage1), None, 10)
     found = retriever._ranker.best(task)
     for row in range(len(requests)):
         query = ranking.each(task.query, lambda part, row=row: part[row : row + 1])

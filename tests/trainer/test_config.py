@@ -92,7 +92,7 @@ def test_every_number_is_checked_and_named_by_the_flag_that_sets_it(kind: str) -
 
 
 def test_every_choice_is_checked_and_lists_what_there_is() -> None:
-    free = ("data.path", "data.weight", "warm_start")
+    free = ("data.path", "data.weight", "model.wanted", "warm_start")
     texts = [flag for flag, value in flatten(Config()).items() if type(value) is str and flag not in free]
     assert "model.similarity.kind" in texts and "comm.forward" in texts
     for flag in texts:
@@ -231,6 +231,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "data.targets": ["event = purchase"],
         "data.negatives": ["shown"],
         "data.weight": "price",
+        "model.wanted": "event",
         "train.schedule": "cosine",
         "train.on_damage": "stop",
         "train.on_save_failure": "continue",

@@ -47,6 +47,8 @@ class Arguments(JSONOption, ItemProcessesOption):
     """Features of the user, as a JSON object: {"age": "25"}."""
     events: str = "[]"
     """Features of the events, as a JSON list of objects, one for each item of the history."""
+    want: str = ""
+    """Which kind of action is to come. For models with model.wanted."""
     allowed: str = ""
     """Raw item ids, written as those of --history: only these are ranked. All when left empty."""
     blocked: str = ""
@@ -58,7 +60,7 @@ class Arguments(JSONOption, ItemProcessesOption):
     """Most items of a value of such columns in the answer, as a JSON object: {"category": 3}."""
     histories: str = ""
     """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
-    user, events, allowed, blocked, where and limit. The answers go to the file --out."""
+    user, events, want, allowed, blocked, where and limit. The answers go to the file --out."""
     out: str = ""
     """File to write with --histories: one JSON list per line, the items for each request."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
@@ -114,6 +116,8 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     }
     if arguments.allowed:
         request["allowed"] = parts("--allowed", arguments.allowed)
+    if arguments.want:
+        request["want"] = arguments.want
     if arguments.time is not None:
         request["time"] = arguments.time
     if arguments.histories or arguments.out:
@@ -149,7 +153,7 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
-    for name in ("history", "timestamps", "time", "user", "events", "allowed", "blocked", "where", "limit"):
+    for name in ("history", "timestamps", "time", "user", "events", "want", "allowed", "blocked", "where", "limit"):
         if getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))

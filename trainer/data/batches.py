@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import MOST_NEGATIVES
 from logitmix.modules.noise import Noise, derive_key, random_bits
-from logitmix.modules.schema import ITEM, USER, USER_FEATURE, Schema
+from logitmix.modules.schema import ITEM, USER, USER_FEATURE, WANTED, Schema
 from logitmix.trainer.data.columns import ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
@@ -154,6 +154,8 @@ class TrainingBatches:
         weights: NDArray[np.float32] | None = None,
         item_id_dropout: float = 0.0,
         user_id_dropout: float = 0.0,
+        wanted: str = "",
+        wanted_dropout: float = 0.0,
         pooled: Collection[str] = (),
         times: bool = False,
         rank: int = 0,
@@ -190,6 +192,7 @@ class TrainingBatches:
         self.share, self.group_positions = share, group_positions
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.user_id_dropout = user_id_dropout if USER_FEATURE in schema.features else 0.0
+        self.wanted, self.wanted_dropout = wanted and WANTED + wanted, wanted_dropout
         users = np.flatnonzero(trained_U)
         end = held_out.sequence_end[users]
         positions = end - dataset.offsets[users] - 1
@@ -252,11 +255,14 @@ class TrainingBatches:
         named = np.concatenate([items[inputs], items[place_Q], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
         row_V = self._without("item_id_dropout", self.item_id_dropout, unique, unique, ITEM, step)
-        row_B = None
+        instead = {}
         if self.user_id_dropout:
             own_B = self.columns["user"][USER].values[users]
-            row_B = self._without("user_id_dropout", self.user_id_dropout, users, own_B, USER, step)
-        found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, row_B)
+            instead[USER] = self._without("user_id_dropout", self.user_id_dropout, users, own_B, USER, step)
+        if wanted := self.wanted:
+            next_T = self.columns["event"][wanted].values[inputs]
+            instead[wanted] = self._without("wanted_dropout", self.wanted_dropout, inputs, next_T, wanted, step)
+        found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, instead)
         times = action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
         input_T, target_Q, negative = np.split(inverse, [len(inputs), len(inputs) + len(place_Q)])
         return Batch(

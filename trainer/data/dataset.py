@@ -100,7 +100,7 @@ from logitmix.common.checked import fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
 from logitmix.modules.kinds.date import NO_DATE
-from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, Feature, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, WANTED, Feature, Schema
 from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
     ITEM_COLUMNS,
@@ -258,6 +258,13 @@ class Dataset:
         return pa.DictionaryArray.from_arrays(pa.array(values), vocabulary)
 
 
+def of_next(column: Column, offsets: np.ndarray) -> Column:
+    """For each action, the id that the user's next one has; 0, unknown, for the last."""
+    rows = np.append(column.values[1:], np.zeros(1, column.values.dtype))
+    rows[offsets[1:][np.diff(offsets) > 0] - 1] = 0
+    return Column(rows)
+
+
 def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
     """What each row of a table stands for in the dataset at `path`: raw ids of items, values of features, "" for
     unknown. Arrow's large_string, VALUES_AT_ONCE at a time."""
@@ -268,6 +275,10 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
         yield pa.array([""], pa.large_string())
         yield from raw_user_ids_of(path)
         return
+    if table.startswith(WANTED) and table not in [of.name for of in schema.tables]:
+        # As those of the feature that it is of.
+        source = next(of for of in schema.of("event") if of.name == table.removeprefix(WANTED))
+        table = source.table
     name, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
     for file in files_of(path, name):
         with reading(path, name_of(path, file)):

@@ -5,6 +5,7 @@ Axes: T actions, V items, B users, S ids of a feature's bags.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from logitmix.modules.batch import Bags
 from logitmix.modules.features import Features, Values
-from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, USER, USER_FEATURE, Owner, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, USER, USER_FEATURE, WANTED, Owner, Schema
 from logitmix.trainer.data.columns import Column
-from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.dataset import Dataset, of_next
 
 Ints = NDArray[np.int64]
 
@@ -38,6 +39,9 @@ def columns_of(
     users, events = dataset.user_features, dataset.event_features
     if RECENCY_FEATURE in schema.features and RECENCY not in events:
         events = {**events, RECENCY: dataset.recency}
+    for name in (of.name for of in schema.of("event") if of.name not in events and of.name.startswith(WANTED)):
+        if (source := events.get(name.removeprefix(WANTED))) is not None:
+            events = {**events, name: of_next(source, dataset.offsets)}
     if USER_FEATURE in schema.features and USER not in users:
         row_U = np.arange(1, dataset.num_users + 1)
         users = {**users, USER: Column(row_U if trained_U is None else np.where(trained_U, row_U, 0))}
@@ -52,12 +56,12 @@ def look_up(
     users_B: Ints,
     actions_T: Ints,
     pooled: Collection[str] = (),
-    user_row_B: Ints | None = None,
+    instead: Mapping[str, Ints] = MappingProxyType({}),
 ) -> Lookups:
     """The lookups of the features of `schema` for these items, users (by index) and actions (by place in the dataset).
 
     The items are unique and sorted. `columns` has these features. `item_row_V` are the items' rows of the item table:
-    their own, or the unknown item's. `user_row_B`, where it is given, replaces the column of the users' ids. For a
+    their own, or the unknown item's. `instead` has rows that features take in place of those of their columns. For a
     `pooled` table, the features' bags are looked up rather than their rows.
     """
     rows: Mapping[Owner, Ints] = {"item": items_V, "user": users_B, "event": actions_T}
@@ -68,8 +72,8 @@ def look_up(
         if feature.name == ITEM:
             continue
         taken = columns[feature.owner][feature.name].take(rows[feature.owner])
-        if feature == USER_FEATURE and user_row_B is not None:
-            taken = Column(user_row_B)
+        if feature.name in instead:
+            taken = Column(instead[feature.name])
         if feature.sparse:
             named[feature.table][feature.name] = replace(taken, values=taken.values.astype(np.int64, copy=False))
         else:

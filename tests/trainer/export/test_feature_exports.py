@@ -112,6 +112,44 @@ def item_record(dataset: Dataset, item: int) -> dict[str, Any]:
     return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in dataset.schema.of("item")}
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset: Dataset, tmp_path: Path) -> None:
+    """That of the target in evaluation, the request's in serving; any without one."""
+    features = ["action", *(of.name for of in dataset.schema.of("user"))] if more else []
+    settings = {"model.features": features, "model.wanted": "action", "train.epochs": 1, "train.precision": "fp32"}
+    train(small_config(dataset.path, settings), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "served")
+    retriever, users = Retriever.load(tmp_path / "served"), ranking_users(dataset, "test", 12)
+    action = next(of for of in dataset.schema.of("event") if of.name == "action")
+    requests: list[Request] = []
+    for place in range(len(users)):
+        asked = request_of(dataset, users, place)
+        events = [{"action": of["action"]} for of in asked["events"]]
+        want = raw(dataset, action, dataset.event_features["action"], int(users.place[place]))
+        user = asked["user"] if more else {}
+        requests.append({"history": asked["history"], "events": events, "want": want, "user": user})
+    assert len({request["want"] for request in requests}) > 1
+    expected = trained_scores(tmp_path / "run", dataset, users)
+
+    names = dataset.raw_ids()
+
+    def scores(asked: list[Request]) -> Tensor:
+        found = retriever.recommend(asked, k=ITEMS, exclude_history=False)
+        by_name = [{row["id"]: row["score"] for row in of} for of in found]
+        return torch.tensor([[of[name] for name in names] for of in by_name])
+
+    torch.testing.assert_close(scores(requests), expected, rtol=0, atol=2e-4)
+    without: list[Request] = [{**request, "want": None} for request in requests]
+    assert (scores(without) - expected).abs().max() > 1e-3
+    if more:  # There is no action before it.
+        assert retriever.recommend([{"want": "type-1"}], 3) == retriever.recommend([{}], 3)
+    with pytest.raises(ValueError, match="request 1: want is 'type-77'; it must be one of 'type-"):
+        retriever.recommend([requests[0], {**requests[1], "want": "type-77"}], 3)
+    inputs = json.loads((tmp_path / "served" / "manifest.json").read_text())["signature"]["inputs"]
+    assert inputs["want"] == "value of action of the action that is to come"
+    assert "wanted_action" not in json.dumps(inputs)
+
+
 def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Dataset, served: Path) -> None:
     users = ranking_users(dataset, "test", 12)
     scores = trained_scores(run, dataset, users)
