@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_sasrec import DIM, NOISE, filled, rows
+from test_sasrec import DIM, NOISE, assert_same_queries, assert_zero_gradients, bf16_errors, filled, rows
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
@@ -106,15 +106,7 @@ def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: 
             if end > start
         ]
     )
-    torch.testing.assert_close(query_TD, expected_TD, rtol=0, atol=1e-12)
-
-    weight_TD = rows(12, seed=1)
-    wanted = [item_TD, *encoder.parameters()]
-    actual = torch.autograd.grad((query_TD * weight_TD).sum(), wanted)
-    expected = torch.autograd.grad((expected_TD * weight_TD).sum(), wanted)
-    for got, should in zip(actual, expected, strict=True):
-        assert bool(should.any())
-        torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
+    assert_same_queries(encoder, item_TD, query_TD, expected_TD)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
@@ -123,13 +115,7 @@ def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: 
 def test_a_rank_without_positions_gives_zero_gradients(
     lengths: list[int], noise: Noise | None, dtype: torch.dtype
 ) -> None:
-    encoder, item_TD = make().to(dtype), torch.zeros(0, DIM, dtype=dtype, requires_grad=True)
-    query_TD = encoder(item_TD, packing(lengths), noise)
-    assert query_TD.shape == (0, DIM)
-    query_TD.sum().backward()
-    assert item_TD.grad is not None and item_TD.grad.shape == (0, DIM)
-    for name, parameter in encoder.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
+    assert_zero_gradients(make().to(dtype), packing(lengths), noise)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
@@ -163,12 +149,8 @@ def test_bf16_stays_close_to_full_precision() -> None:
     encoder = make(dim=64, dropout=0.2, history_dropout=0.0, max_length=20).float()
     encoder.reset_parameters(torch.Generator().manual_seed(0))
     item_TD, packed = rows(46, dim=64).float() * 0.1, packing([20, 6, 1, 19])
-    full = encoder(item_TD, packed, NOISE)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = encoder(item_TD, packed, NOISE)
-    assert half.dtype == torch.float32
     # BF16 keeps 8 bits: 2^-9 for each rounding, of which a query sees a dozen; attention's norm enlarges some.
-    error = (half - full).norm(dim=1) / full.norm(dim=1)
+    error = bf16_errors(encoder, item_TD, packed)
     assert 0 < float(error.mean()) < 2**-7 and float(error.max()) < 2**-5
 
 

@@ -47,6 +47,36 @@ def packing(lengths: list[int], first_row: int = 0) -> Packing:
     return Packing(torch.tensor(lengths, dtype=torch.int64), first_row)
 
 
+def assert_same_queries(encoder: nn.Module, item_TD: Tensor, query_TD: Tensor, expected_TD: Tensor) -> None:
+    """And the same gradients of the items and of all parameters."""
+    torch.testing.assert_close(query_TD, expected_TD, rtol=0, atol=1e-12)
+    weight_TD, wanted = rows(len(item_TD), seed=1), [item_TD, *encoder.parameters()]
+    actual, expected = (torch.autograd.grad((of * weight_TD).sum(), wanted) for of in (query_TD, expected_TD))
+    for got, should in zip(actual, expected, strict=True):
+        assert bool(should.any())
+        torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
+
+
+def assert_zero_gradients(encoder: nn.Module, nothing: Packing, noise: Noise | None) -> None:
+    """Of a packing without positions."""
+    item_TD = torch.zeros(0, DIM, dtype=next(encoder.parameters()).dtype, requires_grad=True)
+    query_TD = encoder(item_TD, nothing, noise)
+    assert query_TD.shape == (0, DIM)
+    query_TD.sum().backward()
+    for name, of in [("items", item_TD), *encoder.named_parameters()]:
+        assert of.grad is not None and not of.grad.any(), name
+
+
+@torch.no_grad()
+def bf16_errors(encoder: nn.Module, item_TD: Tensor, packed: Packing) -> Tensor:
+    """Of each query, relative to its norm [T]."""
+    full = encoder(item_TD, packed, NOISE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = encoder(item_TD, packed, NOISE)
+    assert half.dtype == torch.float32
+    return (half - full).norm(dim=1) / full.norm(dim=1)
+
+
 def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = None, first_row: int = 0) -> Tensor:
     """The queries [L, D] of one sequence, whose positions have the global numbers first_row, first_row + 1, …"""
     L, D = item_LD.shape
@@ -102,26 +132,13 @@ def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None)
             if end > start
         ]
     )
-    torch.testing.assert_close(query_TD, expected_TD, rtol=0, atol=1e-12)
-
-    weight_TD = rows(12, seed=1)
-    wanted = [item_TD, *encoder.parameters()]
-    actual = torch.autograd.grad((query_TD * weight_TD).sum(), wanted)
-    expected = torch.autograd.grad((expected_TD * weight_TD).sum(), wanted)
-    for got, should in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, should, rtol=1e-10, atol=1e-10)
+    assert_same_queries(encoder, item_TD, query_TD, expected_TD)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 @pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
 def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int], noise: Noise | None) -> None:
-    encoder, item_TD = make(), torch.zeros(0, DIM, dtype=torch.float64, requires_grad=True)
-    query_TD = encoder(item_TD, packing(lengths), noise)
-    assert query_TD.shape == (0, DIM)
-    query_TD.sum().backward()
-    assert item_TD.grad is not None and item_TD.grad.shape == (0, DIM)
-    for name, parameter in encoder.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
+    assert_zero_gradients(make(), packing(lengths), noise)
 
 
 def test_packing_says_where_each_position_lies() -> None:
@@ -180,12 +197,8 @@ def test_bf16_stays_close_to_full_precision() -> None:
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight, generator=torch.Generator().manual_seed(1))
     item_TD, packed = rows(46, dim=64).float() * 0.02, packing([20, 6, 1, 19])
-    full = encoder(item_TD, packed, NOISE)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = encoder(item_TD, packed, NOISE)
-    assert half.dtype == torch.float32
     # BF16 keeps 8 bits: 2^-9 for each rounding, of which a query sees a dozen.
-    error = (half - full).norm(dim=1) / full.norm(dim=1)
+    error = bf16_errors(encoder, item_TD, packed)
     assert 0 < float(error.max()) < 2**-6
 
 
