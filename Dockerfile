@@ -4,8 +4,42 @@
 # docker run -v "$PWD:/work" -p 8080:8080 logitmix logitmix serve exports/demo-mol --host 0.0.0.0
 #
 # On CPU, --build-arg PIP_EXTRA_INDEX_URL=… with an index of CPU wheels makes the image 5 GB smaller.
-FROM python:3.11.15-slim-trixie@sha256:90744cff8f32887f075c47d747a173ff333e9e98801667af93c357fa9f5e28ff
+#
+# docker build -t logitmix-serve --target serve .             serving alone, without compilers and training
+# docker run --read-only --tmpfs /tmp -v "$PWD/exports:/exports:ro" -p 8080:8080 logitmix-serve demo-mol
+#
+# --build-arg TORCH=torch-cuda takes the public torch for it, where there is no index of CPU wheels.
+FROM python:3.11.15-slim-trixie@sha256:90744cff8f32887f075c47d747a173ff333e9e98801667af93c357fa9f5e28ff AS python
+# Asks `logitmix serve` on its usual port. With --tls-client-ca, docker run --no-healthcheck.
+ENV HEALTH="import ssl, urllib.request as u; s = 's' * (b'--tls-key' in open('/proc/1/cmdline', 'rb').read()); \
+u.urlopen(f'http{s}://127.0.0.1:8080/healthz', timeout=5, context=ssl._create_unverified_context())"
 
+FROM python AS serve-build
+ARG TORCH=cpu
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_NO_CACHE_DIR=1
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev
+WORKDIR /opt/logitmix
+COPY . .
+# The versions of the lists; pip takes their hashes for whole lists alone. Serving imports no pyarrow.
+RUN python -m venv --without-pip /opt/serve \
+ && sed -n 's/^\([a-z0-9-]*=\{2,3\}[^ ]*\) .*/\1/p' requirements/$TORCH.txt requirements/common.txt requirements/dev.txt \
+    > /tmp/versions.txt \
+ && pip --python /opt/serve install --constraint /tmp/versions.txt '.[serve]' \
+ && pip --python /opt/serve uninstall --yes pyarrow
+
+FROM python AS serve
+RUN useradd --no-create-home --uid 1000 logitmix
+COPY --from=serve-build /opt/serve /opt/serve
+ENV PATH=/opt/serve/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+USER 1000
+WORKDIR /exports
+EXPOSE 8080
+HEALTHCHECK --start-period=60s CMD python -c "$HEALTH"
+ENTRYPOINT ["logitmix", "serve", "--host", "0.0.0.0"]
+
+FROM python
 ARG ACCELERATOR=cpu
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1
@@ -32,7 +66,6 @@ USER logitmix
 # Datasets and runs: mount a volume here, or name its folder with --data.path and --run.
 WORKDIR /work
 EXPOSE 8080
-# Asks `logitmix serve` on its usual port. There is nothing to ask of other commands, which end by themselves.
-HEALTHCHECK --start-period=60s CMD ! grep --quiet --null-data --line-regexp serve /proc/1/cmdline \
- || python -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/healthz', timeout=5)"
+# There is nothing to ask of other commands, which end by themselves.
+HEALTHCHECK --start-period=60s CMD ! grep --quiet --null-data --line-regexp serve /proc/1/cmdline || python -c "$HEALTH"
 CMD ["logitmix", "--help"]

@@ -17,6 +17,9 @@ class Hiding:
     def __init__(self, finder):
         self.finder = finder
 
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
     def find_spec(self, name, path=None, target=None):
         hidden = {{name.partition(".")[0], ".".join(name.split(".")[:2])}} & {hidden}
         return None if hidden else self.finder.find_spec(name, path, target)
@@ -54,6 +57,13 @@ def test_the_retriever_answers_with_torch_safetensors_and_numpy(tmp_path: Path) 
     assert (result.returncode, result.stderr) == (0, "")
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert found == [Retriever.load(path).retrieve(histories, 3).items.tolist() for path in served]
+
+
+def test_the_server_needs_no_training_and_no_arrow() -> None:
+    """The Dockerfile's image for serving has none of these."""
+    words = "warnings.simplefilter('ignore'); import logitmix.serving.server, logitmix.trainer.commands.serve"
+    result = python(words, TRAINING | {"pyarrow"})
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_what_is_hidden_cannot_be_imported() -> None:
