@@ -217,7 +217,7 @@ assert "torch" not in sys.modules
 
 def test_help_breaks_its_lines_where_they_are_full(monkeypatch: pytest.MonkeyPatch, helped: Callable[..., str]) -> None:
     """Not where the docstring's do: tyro would begin a line at this quote."""
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "90")
     assert 'that have a column. "recency",' in helped("train", "demo-mol", "--help", "model")
 
 

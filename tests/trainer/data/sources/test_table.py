@@ -443,6 +443,7 @@ def test_conditions_keep_actions(shop: Path) -> None:
     assert filters["removed"] == {
         "where": {"users": 1, "items": 3, "actions": 5},
         "duplicates": {"users": 0, "items": 0, "actions": 0},
+        "shown": {"users": 0, "items": 0, "actions": 0},
         "min_item_actions": {"users": 0, "items": 0, "actions": 0},
         "min_user_actions": {"users": 0, "items": 0, "actions": 0},
     }
