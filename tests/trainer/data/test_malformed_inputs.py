@@ -476,7 +476,7 @@ def tables() -> Iterator[Case]:
         (
             "unknown kind",
             b"[features.note]\nkind = 'word'",
-            r"schema.toml: features\.note: its kind is 'word'; it must",
+            r"schema.toml: features\.note: its kind is 'word' \(did you mean words\?\); it must",
         ),
         (
             "name of a table",
