@@ -39,7 +39,7 @@ class Packing:
         self.padded_T = sequence_T * longest + self.position_T
         self.shape = (len(lengths_B), longest)
         self.shortest = int(lengths_B.min()) if len(lengths_B) else 0
-        first_B, self.groups = _groups(lengths_B)
+        first_B, self.groups, self.source_S = _groups(lengths_B, start_B)
         self.grouped_T = first_B[sequence_T] + self.position_T
         self.last_B = self.offset_B[1:] - 1
         self.time_T, self.asked_T = time_T, asked_T
@@ -71,19 +71,23 @@ _LIKE = 1.5
 """The longest sequence of a group by its shortest, at most; a few positions more do not count."""
 
 
-def _groups(lengths_B: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Where the sequences begin if only those of like lengths are padded together, group after group, [B]; and the
-    groups' numbers of sequences and padded lengths."""
+def _groups(lengths_B: Tensor, start_B: Tensor) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
+    """Where the sequences begin if only those of like lengths are padded together, group after group, [B]; the groups'
+    numbers of sequences and padded lengths; and the packed position at each place of the groups, [S], with which a
+    sequence's last one is repeated."""
     sorted_B, order_B = lengths_B.sort(stable=True)
     lengths, first_B, groups = sorted_B.numpy(), torch.empty_like(order_B), list[tuple[int, int]]()
+    last_B, sources = sorted_B - 1, [start_B[:0]]
     start = base = 0
     while start < len(lengths):
         end = int(lengths.searchsorted(_LIKE * lengths[start] + 4, side="right"))
         sequences, longest = end - start, int(lengths[end - 1])
         first_B[order_B[start:end]] = base + longest * torch.arange(sequences)
+        place_NL = torch.arange(longest).minimum(last_B[start:end, None])
+        sources.append((start_B[order_B[start:end], None] + place_NL).clamp(min=0).flatten())
         groups.append((sequences, longest))
         start, base = end, base + sequences * longest
-    return first_B, groups
+    return first_B, groups, torch.cat(sources)
 
 
 class Bags(NamedTuple):

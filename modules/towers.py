@@ -82,21 +82,30 @@ class QueryTower(nn.Module):
         rows: Mapping[str, Tensor] = NO_ROWS,
         features: Features = NO_FEATURES,
         noise: Noise | None = None,
+        last: bool = False,
     ) -> Embedded:
-        """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence.
+        """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence. With `last`, that of the
+        sequences' last positions alone, [B, D], without noise.
 
         An event's features are added to its item before the encoder, the user's to the encoder's output, and so is the
         time at which the query is asked, where items have dates. The user's id, where it is a component of its own, is
         not added, and is the last group.
         """
         events = self.events(rows, features.values)
-        users = [F.embedding(packing.sequence_T, user_BD) for user_BD in self.users(rows, features.values)]
+        users, history_TD = self.users(rows, features.values), _sum(item_TD, events)
+        if last:
+            last_B, alone = packing.last_B, getattr(self.encoder, "last", None)
+            encoded_RD = alone(history_TD, packing) if alone else self.encoder(history_TD, packing, None)[last_B]
+            events = [event_TD[last_B] for event_TD in events]
+        else:
+            encoded_RD = self.encoder(history_TD, packing, noise)
+            users = [F.embedding(packing.sequence_T, user_BD) for user_BD in users]
         component = [] if self.user_place is None else [users.pop(self.user_place)]
         if self.time is not None:
             assert packing.asked_T is not None
-            users.append(self.time(waves_of_times(packing.asked_T, self.unit)))
-        encoded_TD = self.encoder(_sum(item_TD, events), packing, noise)
-        return Embedded(_sum(encoded_TD, users), [*users, *events, *component])
+            asked_R = packing.asked_T[packing.last_B] if last else packing.asked_T
+            users.append(self.time(waves_of_times(asked_R, self.unit)))
+        return Embedded(_sum(encoded_RD, users), [*users, *events, *component])
 
 
 def _place_of_user(schema: Schema) -> int:
@@ -155,7 +164,7 @@ class Tower(nn.Module):
         self, item_TD: Tensor, packing: Packing, rows: Mapping[str, Tensor] = NO_ROWS, features: Features = NO_FEATURES
     ) -> Embedded:
         """The query after the last position of each history, from its items' vectors item_TD: [T, D] -> [B, D]."""
-        return self.query_tower(item_TD, packing, rows, features).take(packing.last_B)
+        return self.query_tower(item_TD, packing, rows, features, last=True)
 
     def query_sides(self, query: Embedded) -> Sides:
         """Both stages' side of queries, for inference: tuples of tensors [B, ...]."""

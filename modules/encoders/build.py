@@ -19,7 +19,8 @@ class Encoder(Protocol):
         """Draws initial weights, from the generator only."""
 
     def __call__(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
-        """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. No dropout without noise."""
+        """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. No dropout without noise. An encoder that
+        can compute the sequences' last positions alone, [B, D], has `last(item_TD, packing)`, too."""
 
 
 def build_encoder(dim: int, config: EncoderConfig) -> Any:

@@ -3,6 +3,8 @@
 Axes: B sequences, T positions of all of them, packed, L longest sequence, D width, G heads.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +13,7 @@ from ..batch import Packing
 from ..config import SASRecConfig
 from ..linear import Linear
 from ..noise import Noise
+from ..transfer import on_device
 from .stack import Stack
 
 EPSILON = 1e-8
@@ -47,7 +50,18 @@ class _Block(nn.Module):
 
     def forward(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         q_TD = self.attention_norm(x_TD)
-        x_TD = self._drop(self._attend(q_TD, x_TD, packing), noise, "attention", packing, q_TD)
+        return self._feed(
+            self._drop(self._attend(q_TD, x_TD, packing), noise, "attention", packing, q_TD), packing, noise
+        )
+
+    def last(self, x_TD: Tensor, packing: Packing) -> Tensor:
+        """The last positions [B, D] of `forward` without noise. Of the others only keys and values are computed."""
+        q_BD = self.attention_norm(x_TD.index_select(0, packing.last_B))
+        query_BGd = self.query(q_BD).unflatten(1, (self.heads, -1))
+        attended_BGd = attend_last(query_BGd, self.key_value(x_TD).unflatten(1, (2, self.heads, -1)), packing)
+        return self._feed(q_BD + self.output(attended_BGd.flatten(1)), packing, None)
+
+    def _feed(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         x_TD = self.feed_norm(x_TD)
         hidden_TD = self.up(x_TD)
         if noise:
@@ -71,15 +85,33 @@ class _Block(nn.Module):
 
 def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     """Causal self-attention of each sequence, [T, 3, G, d] of query, key and value -> [T, G, d]."""
-    size = sum(sequences * longest for sequences, longest in packing.groups)
-    padded = packed_T3Gd.new_zeros(size, *packed_T3Gd.shape[1:]).index_copy(0, packing.grouped_T, packed_T3Gd)
     outs = []
-    for group, shape in zip(padded.split([B * L for B, L in packing.groups]), packing.groups, strict=True):
-        q, k, v = group.unflatten(0, shape).permute(2, 0, 3, 1, 4)
+    for q, k, v in _groups(packed_T3Gd, packing):
         # Padding comes after the valid positions, so the causal mask alone hides it.
         out_BGLd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         outs.append(out_BGLd.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.grouped_T) if outs else packed_T3Gd[:, 0]
+
+
+def attend_last(query_BGd: Tensor, packed_T2Gd: Tensor, packing: Packing) -> Tensor:
+    """`attend_padded` for the last position of each sequence alone: queries [B, G, d], keys and values [T, 2, G, d] ->
+    [B, G, d]."""
+    order_B, length_B = packing.grouped_T[packing.last_B].argsort(), packing.position_T[packing.last_B] + 1
+    outs = []
+    for (k, v), row_N in zip(_groups(packed_T2Gd, packing), order_B.split([B for B, _ in packing.groups]), strict=True):
+        seen_NL = torch.arange(k.shape[2], device=k.device) < length_B[row_N, None]
+        out_NG1d = F.scaled_dot_product_attention(query_BGd[row_N, :, None], k, v, attn_mask=seen_NL[:, None, None])
+        outs.append(out_NG1d[:, :, 0])
+    return torch.cat(outs)[order_B.argsort()] if outs else query_BGd
+
+
+def _groups(packed: Tensor, packing: Packing) -> Iterator[Tensor]:
+    """[T, n, G, d] -> [n, B, G, L, d] of each group of sequences of like lengths. What follows a sequence repeats its
+    last position: finite wherever the sequence is. No batch of a GPU carries these places: jagged attention needs
+    none."""
+    padded = packed.index_select(0, on_device(packing.source_S, packed.device))
+    for group, shape in zip(padded.split([B * L for B, L in packing.groups]), packing.groups, strict=True):
+        yield group.unflatten(0, shape).permute(2, 0, 3, 1, 4)
 
 
 def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:

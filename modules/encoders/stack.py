@@ -17,7 +17,7 @@ from ..noise import Noise
 
 class Stack(nn.Module):
     """Packed item embeddings in, one query per position out. Each block takes ([T, D], packing, noise); parameters of
-    its own, outside its layers, are biases of attention."""
+    its own, outside its layers, are biases of attention. One that can compute its last positions alone has `last`."""
 
     def __init__(
         self, dim: int, config: SASRecConfig | HSTUConfig, blocks: Iterable[nn.Module], epsilon: float
@@ -39,17 +39,28 @@ class Stack(nn.Module):
         """item_TD [T, D] -> query_TD [T, D]; position t of a sequence sees positions 0..t."""
         if noise:
             item_TD = noise.without_rows(item_TD, self.history_rate, "history", packing.row_T)
-        position_TD = self.position_LD.index_select(0, packing.position_T)
-        if item_TD.is_cuda:
-            # One kernel.
-            x_TD = torch.add(position_TD, item_TD, alpha=self.scale)
-        else:
-            x_TD = item_TD * self.scale + position_TD
+        x_TD = self._placed(item_TD, packing)
         if noise:
             x_TD = noise.dropout(x_TD, self.rate, "input", packing.row_T)
         for block in self.blocks:
             x_TD = block(x_TD, packing, noise)
         return self.norm(x_TD)
+
+    def last(self, item_TD: Tensor, packing: Packing) -> Tensor:
+        """The last positions [B, D] of `forward` without noise."""
+        *others, final = self.blocks
+        x_TD = self._placed(item_TD, packing)
+        for block in others:
+            x_TD = block(x_TD, packing, None)
+        alone = getattr(final, "last", None)
+        return self.norm(alone(x_TD, packing) if alone else final(x_TD, packing, None)[packing.last_B])
+
+    def _placed(self, item_TD: Tensor, packing: Packing) -> Tensor:
+        position_TD = self.position_LD.index_select(0, packing.position_T)
+        if item_TD.is_cuda:
+            # One kernel.
+            return torch.add(position_TD, item_TD, alpha=self.scale)
+        return item_TD * self.scale + position_TD
 
 
 def _reset_bias(bias: Tensor, generator: torch.Generator) -> None:

@@ -374,7 +374,8 @@ def test_queries_are_those_of_training_at_the_last_positions() -> None:
     trained_TD = tower.query_tower(item_XD[batch.id_V][batch.input_T], batch.packing).vector_RD
     query_BD = tower.queries(item_XD[batch.id_V[batch.input_T]], batch.packing).vector_RD
     lasts = [end - 1 for end in batch.packing.bounds[1:]]
-    assert torch.equal(query_BD, trained_TD[lasts])
+    # Equal up to how the last block's attention is rounded.
+    torch.testing.assert_close(query_BD, trained_TD[lasts], rtol=0, atol=1e-5)
     # And they are what inference finds for each history alone.
     for b, (start, last) in enumerate(zip(batch.packing.bounds, lasts, strict=False)):
         history = batch.id_V[batch.input_T[start : last + 1]]

@@ -215,7 +215,7 @@ class _Rows(Packing):
         self.offset_B = torch.arange(B + 1) * longest
         self.sequence_T = torch.arange(B)[:, None].expand(B, longest).reshape(-1)
         self.position_T = torch.arange(longest).expand(B, longest).reshape(-1)
-        self.padded_T = self.grouped_T = torch.arange(B * longest)
+        self.padded_T = self.grouped_T = self.source_S = torch.arange(B * longest)
         self.groups = [(B, longest)]
         self.last_B = torch.arange(B) * longest + lengths_B - 1
         self.time_T = self.asked_T = None

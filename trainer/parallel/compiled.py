@@ -20,6 +20,7 @@ _LEFT_ALONE: tuple[tuple[Any, str], ...] = (
     (Noise, "relu_dropout"),
     (Noise, "without_rows"),
     (sasrec, "attend_padded"),
+    (sasrec, "attend_last"),
     (sasrec, "attend_jagged"),
     (hstu, "attend"),
     (hstu, "_fused"),

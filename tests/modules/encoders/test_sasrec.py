@@ -174,6 +174,21 @@ def test_attention_of_groups_is_that_of_each_sequence(lengths: list[int]) -> Non
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [[50, 1, 7, 3, 20, 2], [9], []])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_last_positions_alone_are_those_of_all(heads: int, lengths: list[int]) -> None:
+    encoder, item_TD, packed = make(heads=heads, max_length=50), rows(sum(lengths)), packing(lengths)
+    expected_BD = encoder(item_TD, packed, None)[packed.last_B]
+    torch.testing.assert_close(encoder.last(item_TD, packed), expected_BD, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_finite_stays_in_its_sequence() -> None:
+    encoder, item_TD, packed = make(), rows(6), packing([1, 2, 3])
+    item_TD[0] = torch.inf
+    for found_TD in (encoder(item_TD, packed, None)[packed.last_B], encoder.last(item_TD, packed)):
+        assert found_TD.isfinite().all(1).tolist() == [False, True, True]
+
+
 def test_a_packing_that_moves_leaves_the_first_where_it_is() -> None:
     packed = packing([2, 1])
     moved = packed.to(torch.device("meta"))
