@@ -46,6 +46,7 @@ from logitmix.trainer.export.columns import AsNeeded, dataset_columns, new_items
 from logitmix.trainer.export.export import export
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.folder import read_config
+from logitmix.trainer.step.memory import set_up_memory
 
 BLOCK = 2**10
 """Users of a part."""
@@ -113,6 +114,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     """Writes the k best items for each user of the dataset after all their actions, or for each item after it alone, by
     the export at a place; returns counts. Collective. ValueError for a file of users that cannot be read or names none
     of the dataset's."""
+    set_up_memory()
     torch.set_num_threads(threads)
     tell = say if ranks.rank == 0 else lambda line: None
     retriever, options = Retriever.load(place), asked.options

@@ -9,7 +9,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def set_up_memory() -> None:
-    """Keeps memory that every step allocates again, and drops caches that are never used again."""
+    """Keeps memory that every step, or block of users, allocates again, and drops caches that are never used again."""
     if platform.libc_ver()[0] == "glibc":
         # A step's large tensors reuse the memory of the previous step's. By default glibc returns that memory each
         # time, and the kernel zeroes it again page by page.
