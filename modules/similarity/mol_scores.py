@@ -31,9 +31,10 @@ def mol_scores(
 
     Products are of BF16 numbers with FP32 sums if the components are BF16 or INT8 and the processor has such products,
     and of FP32 numbers otherwise. For INT8 components beside gating weights in BF16 they are of INT8 numbers where the
-    processor has those, which also rounds the query's components and the cross gate; mol_scores_int8.h says how, and
-    up to which sizes. It uses as many threads as torch would; the result does not depend on their number. CUDA runs
-    Triton, with products of FP16 numbers for FP16 components; mol_scores_triton.covers has the limits.
+    processor has those and more than 16 components M, or no products of BF16 numbers. That also rounds the query's
+    components and the cross gate; mol_scores_int8.h says how, and up to which sizes. It uses as many threads as torch
+    would; the result does not depend on their number. CUDA runs Triton, with products of FP16 numbers for FP16
+    components; mol_scores_triton.covers has the limits.
     IndexError or ValueError for indices or bounds that do not fit; indices on a GPU are not checked.
     """
     library, on_cuda = _library(), item_P.device.type == "cuda" and has_triton()
@@ -94,6 +95,8 @@ _BF16, _AMX, _INT8 = 3, 4, 5
 """mol_scores.c's levels at which products are of BF16 numbers, by AVX-512 and by AMX, and of INT8 numbers."""
 _LEVEL = _INT8
 """The best level to use, if the machine has it."""
+_FEW = 16
+"""Mixture components for which products of BF16 numbers are faster: those of INT8 numbers always compute 64."""
 _PAIRS = 2048
 """Fewer pairs than this are not worth another thread."""
 
@@ -101,7 +104,8 @@ _PAIRS = 2048
 def _level(library: ctypes.CDLL, U: int, I: int, C: int, stored: Sequence[int | None]) -> int:
     """The best level that the machine has for items that are stored so."""
     best = _AMX if stored[0] in (_STORED[torch.bfloat16], _STORED[torch.int8]) else _BF16 - 1
-    if stored == [_STORED[torch.int8], _STORED[torch.bfloat16]] and max(U, I) <= 8 and C % 4 == 0:
+    fits = stored == [_STORED[torch.int8], _STORED[torch.bfloat16]] and max(U, I) <= 8 and C % 4 == 0
+    if fits and (U * I > _FEW or not library.mol_scores_has(_BF16)):
         best = _INT8
     return max(level for level in range(min(best, _LEVEL) + 1) if library.mol_scores_has(level))
 
