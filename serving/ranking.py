@@ -4,10 +4,11 @@ processes and devices that share the items.
 Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k'), H h-indexer width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -227,7 +228,8 @@ class Ranker:
             for of, rows in rows_of.items()
         ]
         chunk = max(1, NUMBERS[device.type] // (len(without) * similarity.pair_numbers))
-        for index_N, score_BN in self.items.all_scores(query.similarity, chunk):
+        chunks = self.items.all_scores(query.similarity, chunk)
+        for index_N, score_BN in _joined(chunks, NUMBERS[device.type] // len(without)):
             place_T = item_T - int(index_N[0])
             inside_T = (place_T >= 0) & (place_T < len(index_N))
             score_BN[row_T[inside_T], place_T[inside_T]] = -torch.inf
@@ -255,6 +257,21 @@ class Ranker:
             torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
             for of_part, (_, corpus) in zip(rows, self.corpora, strict=True)
         ]
+
+
+def _joined(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Indices [N] and scores [B, N] of consecutive items, those of at least `size` items together but for the last:
+    few scores at a time take longer to rank."""
+    held: list[tuple[Tensor, Tensor]] = []
+    count = 0
+    for chunk in chain(chunks, (None,)):
+        if held and (chunk is None or count >= size):
+            index_N, score_BN = zip(*held, strict=True)
+            yield torch.cat(index_N), torch.cat(score_BN, dim=1)
+            held, count = [], 0
+        if chunk is not None:
+            held.append(chunk)
+            count += len(chunk[0])
 
 
 def each(query: Sides, change: Callable[[Tensor], Tensor]) -> Sides:
