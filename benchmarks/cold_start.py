@@ -2,6 +2,7 @@
 
     python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16]
     python -m benchmarks.cold_start --dataset demo-features --models auto --dropouts 0,0.1,0.3
+    python -m benchmarks.cold_start --dataset demo-shop --epochs 6
 
 10 % of MovieLens-100k's items (the cold ones) are taken out of every sequence. A model is trained on the rest with
 genres and year, and exported; `update-items` adds the cold items from their features alone. Then each action on a cold
@@ -11,6 +12,9 @@ of actions of warm items over an item's genres; the same for all users), and of 
 history's counts of genres with the item's). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without
 it, it is downloaded. Of demo-features, the items' features are taken as they are, and chance alone is the baseline.
 Beside it stand the test metrics of the known items.
+
+Of demo-shop, whose items come week after week, the purchases of the last tenth of the time are the test part: HR@50 of
+targets that training has no action of, for `auto` with the items' categories, and with the dates at which they came.
 """
 
 import csv
@@ -33,10 +37,15 @@ from rich.table import Table
 from benchmarks.measure import logitmix, machine, spread
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
+from logitmix.trainer.config import DataConfig
+from logitmix.trainer.data.batches import split_by_time
+from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.raw import SideTable
-from logitmix.trainer.data.sources.demo import DemoParameters, generate
+from logitmix.trainer.data.sources.demo import FIRST_TIME, DemoParameters, generate
 from logitmix.trainer.data.sources.demo_features import of_items
+from logitmix.trainer.data.sources.demo_shop import EVENTS, WEEK, ShopParameters
+from logitmix.trainer.data.sources.demo_shop import generate as generate_shop
 
 K, COLD_SHARE, LENGTH = 50, 0.1, 100
 SCHEMA = '[features.genres]\nowner = "item"\nkind = "ids"\n\n[features.year]\nowner = "item"\nkind = "id"\n'
@@ -52,7 +61,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Options:
-    dataset: Literal["ml-100k", "demo-features"] = "ml-100k"
+    dataset: Literal["ml-100k", "demo-features", "demo-shop"] = "ml-100k"
     models: str = "dot,mol"
     seeds: int = 3
     """Number of seeds, each with its own cold items."""
@@ -74,6 +83,9 @@ class Question:
 
 
 def main(options: Options) -> None:
+    if options.dataset == "demo-shop":
+        shop(options)
+        return
     found: dict[str, list[float]] = {}
     known: dict[str, list[str]] = {}
     demo = options.dataset == "demo-features"
@@ -105,6 +117,58 @@ def main(options: Options) -> None:
         figures = "; ".join(known.get(method, []))
         table.add_row(method, spread(rates, 4), f"{statistics.mean(rates) / chance:.1f}", figures)
     Console(width=120).print(table)
+
+
+def shop(options: Options) -> None:
+    """Prints HR@50 of all test targets and of those without a training action."""
+    rows = list[tuple[str, ...]]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_shop(folder)
+        words = ["--items", str(folder / "items.parquet"), "--where", "event = purchase", "--min-user-actions", "3"]
+        logitmix("prepare", "table", "--source", str(folder / "actions.parquet"), "--out", str(folder / "data"), *words)
+        for features in (["category"], ["category", "released"]):
+            run = folder / "-".join(features)
+            words = ["--data.path", str(folder / "data"), "--run", str(run), "--data.split", "time"]
+            words += ["--model.features", *features, "--model.dim", "32", "--model.encoder.max-length", "16"]
+            words += ["--train.epochs", str(options.epochs), "--evaluate.no-baselines"]
+            logitmix("train", "auto", *words, "--evaluate.users", "4000", "--evaluate.groups", "item_actions")
+            found = json.loads((run / "results.json").read_text(encoding="utf-8"))
+            rates = (found[of] for of in ("groups/item_actions=0/hr@50", "hr@50", "hr@10"))
+            rows.append((", ".join(features), *(f"{rate:.4f}" for rate in rates)))
+        dataset = load_dataset(folder / "data")
+        held_out = split_by_time(dataset, DataConfig().held_out)
+        place_U = held_out.targets["test"]
+        target_U = dataset.items_flat[place_U[place_U >= 0]]
+        trained = ranges(dataset.offsets[:-1], held_out.train_end - dataset.offsets[:-1])
+        count_X = np.bincount(dataset.items_flat[trained], minlength=dataset.num_items)
+        category_X = dataset.item_features["category"].values
+        of_category = np.bincount(category_X, count_X) / np.maximum(np.bincount(category_X, count_X > 0), 1)
+        hits = [_hit(of_category[category_X], target) for target in target_U[count_X[target_U] == 0]]
+    heads = ("features", "HR@50 of cold targets", "HR@50", "HR@10")
+    table = Table(*heads, title=f"demo-shop, {options.epochs} epochs; {machine()}")
+    for row in rows:
+        table.add_row(*row)
+    table.add_row("popularity by category", f"{statistics.mean(hits):.4f}")
+    table.add_row("chance", f"{K / dataset.num_items:.4f}")
+    Console(width=120).print(table)
+
+
+def _write_shop(folder: Path) -> None:
+    """Its actions; and its items with the dates at which they came, which those of the first week do not have."""
+    topic_X, week_X, made, event_A = generate_shop(ShopParameters(), np.random.Generator(np.random.PCG64(0)))
+    users, items = np.array(made.user_ids), np.array(made.item_ids)
+    actions = {"user": users[made.users], "item": items[made.items], "timestamp": made.timestamps}
+    pq.write_table(pa.table(actions | {"event": np.array(EVENTS)[event_A]}), folder / "actions.parquet")
+    released_X = pa.array((FIRST_TIME + week_X * WEEK).astype("M8[s]"), mask=week_X == 0)
+    columns = {"item": items, "category": [f"c{topic}" for topic in topic_X], "released": released_X}
+    pq.write_table(pa.table(columns), folder / "items.parquet")
+
+
+def _hit(score_X: np.ndarray, target: int) -> float:
+    """Whether an item is among the best K; ties at the edge count by the share of them that would be drawn."""
+    above, equal = (score_X > score_X[target]).sum(), (score_X == score_X[target]).sum()
+    return min(1.0, max(0.0, (K - above) / equal))
 
 
 def write_tables(folder: Path, dataset: Dataset, cold: np.ndarray) -> None:
@@ -165,15 +229,13 @@ def _baselines(dataset: Dataset, cold: np.ndarray, questions: list[Question]) ->
     of_genre = genres.T @ actions / np.maximum(genres.T @ ~cold, 1)
     popularity = genres @ of_genre / np.maximum(genres.sum(1), 1)
     length = np.maximum(np.sqrt(genres.sum(1)), 1)
-    hits = {"popularity by genre": 0, "the user's genres": 0}
+    hits = {"popularity by genre": 0.0, "the user's genres": 0.0}
     for question in questions:
         of_user = genres[question.history].sum(0)
         for method, score_X in (("popularity by genre", popularity), ("the user's genres", genres @ of_user / length)):
             score_X = score_X.copy()
             score_X[question.history] = -np.inf
-            # Ties at the edge count by the share of them that would be drawn.
-            above, equal = (score_X > score_X[question.target]).sum(), (score_X == score_X[question.target]).sum()
-            hits[method] += min(1.0, max(0.0, (K - above) / equal))
+            hits[method] += _hit(score_X, question.target)
     shares = {method: hit / len(questions) for method, hit in hits.items()}
     return {"chance": _chance(dataset, questions)} | shares
 

@@ -3,7 +3,9 @@
 Items are embedded once for all requests, so no embedding can hold an age. But the product of two vectors can: with
 phase 2 pi t / P for a period P, cos(t) cos(d) + sin(t) sin(d) = cos(t - d). So a date d and the time t of each request
 are given as `waves` of many periods, which the towers map; sums of such products approximate any function of the age
-(Bochner's theorem; Xu et al., "Self-attention with Functional Time Representation Learning", NeurIPS 2019).
+(Bochner's theorem; Xu et al., "Self-attention with Functional Time Representation Learning", NeurIPS 2019). Products
+with other vectors would tell dates themselves; so in training, both are later by a number of days that each step
+chooses (trainer/data/batches.py).
 
 Axes: R rows (items or requests), K periods.
 """

@@ -45,7 +45,9 @@ def sized(description: Mapping[str, Any]) -> Sized:
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
     steps = -(-users // batch)
-    features = [f["name"] for f in description["schema"]["features"] if f["owner"] == "item" and f["name"] != "item"]
+    known = [f for f in description["schema"]["features"] if f["owner"] == "item" and f["name"] != "item"]
+    # Dates did not pay (benchmarks/notes/features.md), and requests would need their time.
+    features = [f["name"] for f in known if f["kind"] != "date"]
     settings: dict[str, tuple[Any, str]] = {
         "model.encoder.max_length": (longest, f"users have {mean:.1f} actions on average"),
         "train.batch_size": (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),

@@ -17,12 +17,18 @@ from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import MOST_NEGATIVES
+from logitmix.modules.features import Features, Values
+from logitmix.modules.kinds.date import NO_DATE, TICKS
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, WANTED, Schema
 from logitmix.trainer.data.columns import ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
 from logitmix.trainer.data.negatives import ExplicitNegatives, with_explicit
+
+SHIFTS = 2**15
+"""Days by which dates of items and times are later in a step, chosen by it: so that models learn from ages alone, and
+not that items of the last dates were never taken, which are the newest ones in serving."""
 
 Split = Literal["validation", "test"]
 
@@ -264,6 +270,11 @@ class TrainingBatches:
             instead[wanted] = self._without("wanted_dropout", self.wanted_dropout, inputs, next_T, wanted, step)
         found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, instead)
         times = action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
+        if self.schema.unit:
+            shift = derive_key("ages", self.seed, step) % SHIFTS
+            time_T, asked_T = (of + shift * TICKS[self.schema.unit] for of in times)
+            times = time_T, asked_T
+            found = replace(found, features=_later(found.features, self.schema, shift))
         input_T, target_Q, negative = np.split(inverse, [len(inputs), len(inputs) + len(place_Q)])
         return Batch(
             ids=found.ids,
@@ -407,6 +418,15 @@ def _windows(positions_U: Ints, longest: int, stride: int) -> tuple[Ints, Ints]:
         return np.arange(len(positions_U)), np.zeros(len(positions_U), np.int64)
     count_U = 1 - (-np.maximum(positions_U - longest, 0) // stride)
     return np.repeat(np.arange(len(count_U)), count_U), stride * ranges(np.zeros_like(count_U), count_U)
+
+
+def _later(features: Features, schema: Schema, days: int) -> Features:
+    """With all dates of items so many days later."""
+    values = dict(features.values)
+    for name in (feature.name for feature in schema.features if feature.form.dated):
+        date_V = values[name].values
+        values[name] = Values(torch.where(date_V == NO_DATE, date_V, date_V + days))
+    return replace(features, values=values)
 
 
 def action_times(times: NDArray[np.integer], place_T: Ints) -> tuple[torch.Tensor, torch.Tensor]:

@@ -238,7 +238,8 @@ def _of_numbers(column: RawColumn) -> list[str]:
         days, wrong = _read_dates(column)
         there = np.floor(days[np.isfinite(days)]).astype("M8[D]")
         span = f"dates from {there.min()} to {there.max()}" if len(there) else "no dates"
-        note = f"{column.name}: {span} of {len(there):,} items; a model sees how old they are at each request"
+        seen = f"with --model.features {column.name}, a model sees their age"
+        note = f"{column.name}: {span} of {len(there):,} items; {seen}"
         return [note, *_of_wrong(column, wrong, "date")]
     if form.sparse or form.wide or not pa.types.is_dictionary(column.values.type):
         return []

@@ -53,6 +53,8 @@ def test_an_empty_dataset_has_sizes_too() -> None:
 def test_item_features_are_taken_and_no_others() -> None:
     assert sized(described(10, 10, 100, BRAND, AGE))["model.features"][0] == ["brand"]
     assert "model.features" not in sized(described(10, 10, 100, AGE))
+    dated = {"name": "released", "owner": "item", "kind": "date", "unit": "s"}
+    assert sized(described(10, 10, 100, BRAND, dated))["model.features"][0] == ["brand"]
 
 
 def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:

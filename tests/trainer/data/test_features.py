@@ -160,7 +160,8 @@ def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
     found = features.columns["released"].values
     assert found[:4].tolist() == [19_753, -0.5, NO_DATE, 19_753] and found[-1] == NO_DATE
     assert features.notes == [
-        "released: dates from 1969-12-31 to 2024-01-31 of 23 items; a model sees how old they are at each request",
+        "released: dates from 1969-12-31 to 2024-01-31 of 23 items; with --model.features released, a model sees their "
+        "age",
         "released: 1 value is no date and counts as missing, such as 'soon'",
     ]
     stated = RawColumn("released", "item", pa.array([1_706_659_200_000, None, 0]), "date")

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from small_data import small_config, trained_scores
+from small_data import write_dataset as small_features
 from torch import Tensor
 
+from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import Schema
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
@@ -89,6 +91,38 @@ def test_batches_have_the_times_of_actions_and_of_the_next_ones(dataset: Dataset
         # An action that comes soon repeats the one before.
         soon = asked_T[start:end] - time_T[start:end] < 100
         assert torch.equal(item[1:][soon[1:]], target[1:][soon[1:]])
+
+
+def test_in_training_dates_and_times_are_later_by_a_number_of_days_for_each_step(tmp_path: Path) -> None:
+    """So that only their differences tell anything."""
+    dataset = load_dataset(small_features(tmp_path / "data", features=True))
+
+    def batches(rank: int = 0, ranks: int = 1) -> TrainingBatches:
+        return TrainingBatches(
+            dataset, dataset.schema, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True,
+            rank=rank, world_size=ranks,
+        )  # fmt: skip
+
+    shifts = set()
+    plain = replace(dataset.schema, features=[of for of in dataset.schema.features if of.kind != "date"])
+    without = TrainingBatches(
+        dataset, plain, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True
+    )
+    for step in range(3):
+        whole, apart = batches().at(step), without.at(step)
+        date_V = torch.from_numpy(dataset.item_features["released"].values[whole.id_V.numpy()])
+        (shift,) = set((whole.packing.asked_T - apart.packing.asked_T).tolist())  # type: ignore[operator]
+        assert set((whole.packing.time_T - apart.packing.time_T).tolist()) == {shift}  # type: ignore[operator]
+        there_V = date_V != NO_DATE
+        later_V = whole.features.values["released"].values
+        assert torch.equal(later_V, torch.where(there_V, date_V + shift // 86_400, date_V)) and not there_V.all()
+        assert shift % 86_400 == 0 and 0 <= shift < 2**15 * 86_400
+        for rank in range(2):
+            part = batches(rank, 2).at(step)
+            places = torch.searchsorted(whole.id_V, part.id_V)
+            assert torch.equal(part.features.values["released"].values, later_V[places])
+        shifts.add(shift)
+    assert len(shifts) == 3
 
 
 def requests_of(dataset: Dataset, users: RankingUsers) -> list[Request]:
