@@ -356,9 +356,8 @@ def _estimated(
 ) -> tuple[Precision, Scales]:
     """By parts of the corpus that lie far apart."""
     tower, tables = model.tower.eval(), reader.read_tables(staging, written)
-    size = min(SAMPLED_ITEMS, _shard_bounds(about, dataset.features)[1])
     bounds = [about.num_items * part // SAMPLED_PARTS for part in range(SAMPLED_PARTS + 1)]
-    ranges = [(start, min(stop, start + size)) for start, stop in pairwise(bounds) if start < stop]
+    ranges = [(start, min(stop, start + SAMPLED_ITEMS)) for start, stop in pairwise(bounds) if start < stop]
     parts = [_inputs(model, about, dataset, start, stop) for start, stop in ranges]
     embedded = [part.embed(tower, tables) for part in parts]
     groups = zip(*(part.groups for part in embedded), strict=True)
