@@ -21,6 +21,8 @@ _ODD = 0x9E3779B97F4A7C15
 """The base of the hash, modulo 2^64; its powers differ, and each has an inverse."""
 _HASHED = 2**20
 """Texts hashed at once."""
+_SHORT = 256
+"""Most bytes of a text that are hashed one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +60,19 @@ class Texts(Sequence[str]):
         return bytes(data[bounds[index] : bounds[index + 1]])
 
     def find(self, text: str) -> int | None:
-        """The index of a text; None if it is not there."""
+        """The index of a text; None if it is not there. It is found by its hash where `places` has computed these, in a
+        fraction of the time."""
         order, wanted = self._views[2], text.encode("utf-8", "surrogatepass")
         assert order is not None
+        if "_hashed" in vars(self) and len(wanted) <= _SHORT:
+            hashes, places = self._hash_views
+            wanted_hash = _hash(wanted)
+            place = bisect_left(hashes, wanted_hash)
+            if place == len(self) or hashes[place] != wanted_hash:
+                return None
+            # Other texts may have the same hash.
+            if self.encoded(index := places[place]) == wanted:
+                return index
         place = bisect_left(range(len(self)), wanted, key=lambda place: self.encoded(order[place]))
         index = order[place] if place < len(self) else -1
         return index if index >= 0 and self.encoded(index) == wanted else None
@@ -103,6 +115,11 @@ class Texts(Sequence[str]):
         found = np.concatenate(hashes)
         places = found.argsort().astype(np.int32 if len(self) < 2**31 else np.int64)
         return found[places], places
+
+    @cached_property
+    def _hash_views(self) -> tuple[memoryview, memoryview]:
+        hashes, places = self._hashed
+        return hashes.data, places.data
 
     def containing(self, part: str, start: int, stop: int) -> Iterator[int]:
         """Which of the texts start, …, stop - 1 contain `part`, which is not empty: their rising indices. Lower and
@@ -147,3 +164,11 @@ def _hashes(data: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     # An empty text and one of zero bytes differ.
     np.cumsum((data.astype(np.uint64) + 1) * power[place], out=sums[1:])
     return sums[bounds[1:]] - sums[bounds[:-1]]
+
+
+def _hash(text: bytes) -> int:
+    """Of one text, what `_hashes` computes of many."""
+    found = 0
+    for byte in reversed(text):
+        found = (found + byte + 1) * _ODD & 2**64 - 1
+    return found
