@@ -202,6 +202,7 @@ def test_weights_are_those_of_a_column_by_their_mean_in_the_batch(tmp_path: Path
     weights = target_weights(dataset, "rating", places)
     assert weights is not None and np.array_equal(weights, positive) and target_weights(dataset, "", places) is None
     options = OPTIONS | {"batch_size": 100, "max_length": 50, "held_out": leave_one_out(dataset, places=places)}
+    options["times"] = True
     batch = TrainingBatches(dataset, dataset.schema, weights=weights, **options).at(0)
     assert batch.weight_Q is not None and batch.weight_Q.mean() == pytest.approx(1, rel=1e-5)
     none = TrainingBatches(dataset, dataset.schema, weights=np.zeros_like(weights), **options).at(0)

@@ -46,10 +46,11 @@ def test_the_card_says_what_was_trained_on_what_and_how_well(run: Path, tmp_path
         for line in (run / "metrics.jsonl").read_text().splitlines()
         if (row := json.loads(line))["kind"] == "validation" and row["step"] == results["step"]
     ]
-    assert rows["metric"] == ["validation", "test", "test, popularity", "test, item-kNN"]
+    others = {"popularity": "popularity", "item_knn": "item-kNN", "at_last_action": "asked at the last action's time"}
+    assert rows["metric"] == ["validation", "test", *(f"test, {of}" for of in others.values())]
     for name in ("hr@10", "mrr", "hindexer/hr@50"):
         assert rows[name][:2] == [f"{validation[name]:.4f}", f"{results[name]:.4f}"]
-    assert rows["hr@10"][2:] == [f"{results[f'{name}/hr@10']:.4f}" for name in ("popularity", "item_knn")]
+    assert rows["hr@10"][2:] == [f"{results[f'{name}/hr@10']:.4f}" for name in others]
     assert not {"step", "seconds", "examples_per_second"} & rows.keys()
     dataset = (run / "dataset.json").read_bytes()
     counts = json.loads(dataset)
