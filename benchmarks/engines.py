@@ -104,6 +104,10 @@ def main(options: Options) -> None:
 
 @torch.inference_mode()
 def _of_users(options: Options) -> None:
+    retriever, index = Retriever.load(options.directory), faiss.read_index(f"{options.directory}/hindexer.faiss")
+    mol = retriever.tower.similarity
+    if not isinstance(mol, MoL):
+        raise SystemExit(f"{options.directory} is of no MoL")
     dataset = load_dataset(options.data)
     users, ids = dataset.raw_user_id_column().to_pylist()[: options.queries], dataset.raw_ids()
     with TemporaryDirectory() as scratch:
@@ -117,10 +121,6 @@ def _of_users(options: Options) -> None:
 
         _, start, whole = (answer(of) for of in (users[:1], users[:1], users))
         best = np.array(pq.read_table(out)["item"].to_pylist()).reshape(len(users), K).tolist()
-    retriever, index = Retriever.load(options.directory), faiss.read_index(f"{options.directory}/hindexer.faiss")
-    mol = retriever.tower.similarity
-    if not isinstance(mol, MoL):
-        raise SystemExit(f"{options.directory} is of no MoL")
     item = tuple(
         map(torch.cat, zip(*(side for _, side in retriever._ranker.items.all("similarity", CHUNK)), strict=True))
     )

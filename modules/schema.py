@@ -26,10 +26,11 @@ RECENCY_VALUES = ("", *(str(bits) for bits in range(65)))
 """Vocabulary of that table: number of bits of the time, 0 to 64; unknown for a user's first action."""
 
 USER = "user"
-WANTED = "wanted_"
-"""The beginning of the name of a feature of the next action."""
 """Name of another one, and of its table: the user's id. Row u + 1 is user u; row 0 is that of all users whom training
 does not see."""
+
+WANTED = "wanted_"
+"""The beginning of the name of a feature of the next action."""
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,6 @@ class Allowed:
         """From bool [X]."""
         return cls(np.packbits(mask, bitorder="little"), len(mask))
 
-    def __invert__(self) -> "Allowed":
-        return Allowed.of(~self.mask)
-
     def __and__(self, other: "Allowed") -> "Allowed":
         return Allowed(self.bits & other.bits, self.num_items)
 
@@ -62,6 +59,11 @@ class Allowed:
     def mask(self) -> np.ndarray:
         """bool [X]."""
         return np.unpackbits(self.bits, count=self.num_items, bitorder="little").view(bool)
+
+    @cached_property
+    def others(self) -> "Allowed":
+        """All other items."""
+        return Allowed.of(~self.mask)
 
     @cached_property
     def index(self) -> np.ndarray:

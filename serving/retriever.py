@@ -400,7 +400,7 @@ class Retriever:
             # Each part has stages of its own, and its best are among the best of both, whatever is added.
             if new is None:
                 return ranked(rows, only, most)
-            old_BK, new_BK = (ranked(rows, of if only is None else of & only, most) for of in (~new, new))
+            old_BK, new_BK = (ranked(rows, of if only is None else of & only, most) for of in (new.others, new))
             return merge(old_BK, boosted(new_BK, options.boost_new), min(most, self.num_items))
 
         self._ranker.group.missed, rows = (), list(range(len(limits)))

@@ -120,9 +120,8 @@ def compare(
     seeds: int = 1,
 ) -> dict[str, Any]:
     """Simple and learned methods on a dataset directory, each with so many minutes, the learned ones with each of so
-    many seeds; returns the content of the folder's
-    compare.json. The settings are by name, of the sections data and evaluate, or model.features: {"data.split":
-    "time"}."""
+    many seeds; returns the content of the folder's compare.json. The settings are by name, of the sections data and
+    evaluate, or model.features: {"data.split": "time"}."""
     numbers = (("minutes", minutes, (int, float)), ("threads", threads, (int,)), ("seeds", seeds, (int,)))
     for name, value, kinds in numbers:
         require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")

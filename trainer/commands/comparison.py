@@ -132,9 +132,8 @@ def compare(
     model.features for the learned ones, of which each is trained with `seeds` seeds from 0 on. Collective.
 
     Raises ValueError for no dataset or one that nothing can be trained on, no minutes or seeds, an unknown method,
-    settings of
-    other sections or with which methods cannot be compared, a method that had more minutes before, and one whose folder
-    has a run of other settings, of another dataset, or of as many minutes with other threads.
+    settings of other sections or with which methods cannot be compared, a method that had more minutes before, and one
+    whose folder has a run of other settings, of another dataset, or of as many minutes with other threads.
     """
     require(0 < minutes < inf, "minutes", minutes, "above 0 and finite")
     for name in methods:
@@ -152,8 +151,9 @@ def compare(
         name, _, seed = run.name.partition("-")
         return config_of(name, dataset, minutes, threads, settings, int(seed or 0))
 
+    learned = {name: [_run_of(out, name, seed) for seed in range(seeds)] for name in methods}
     # One seed after the other, so that all methods have as many where it is interrupted.
-    runs = [_run_of(out, name, seed) for seed in range(seeds) for name in methods]
+    runs = [run for of_seed in zip(*learned.values(), strict=True) for run in of_seed]
     configs, config = {run: configured(run) for run in runs}, configured(out / "dot")
     dataset.schema.only(config.model.features)
     facts = facts_of("compare", config, dataset, methods=methods, seeds=seeds)
@@ -175,7 +175,6 @@ def compare(
                     on_first_rank_at_length(partial(_remove_shorter, run, minutes), ranks)
                     train_run(configs[run], run, job)
                     stopping.check()
-        learned = {name: [_run_of(out, name, seed) for seed in range(seeds)] for name in methods}
         found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, learned, left_out), ranks)
         upload_run(out, ranks)
     return found

@@ -149,11 +149,12 @@ def _why(row: "Row") -> list[Text]:
 
 def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options") -> int:
     """Answers all requests of a file; returns their number."""
+    from logitmix.serving.request import Request
     from logitmix.serving.request_file import answer_file, read_requests
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
-    for name in ("history", "timestamps", "time", "user", "events", "want", "allowed", "blocked", "where", "limit"):
+    for name in Request.__annotations__:
         if getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))

@@ -75,30 +75,33 @@ def filter_columns(
             of = f"{len(absent):,} of {len(ids):,} items of {dataset.path}"
             tell(f"{of} are not in {table}, such as {absent[0].as_py()!r}")
         there = read.of(ids) | there
-    if ACTIONS not in there:
+    if ACTIONS in names and ACTIONS not in there:
         there[ACTIONS] = pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
-    if NEW not in there and (new := new_items(dataset)):
+    if NEW in names and NEW not in there and (new := new_items(dataset)):
         there[NEW] = pa.array(new[0].astype(np.int8))
+    known = list(dict.fromkeys([*there, ACTIONS, *([NEW] if _unit_of_times(dataset) else [])]))
     for name in names:
         if name not in there:
-            place = table or dataset.path
-            known = ", ".join(there)
+            place, all_known = table or dataset.path, ", ".join(known)
             if not table and name in dataset.item_features:
-                raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {known}")
-            raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, list(there))}; there are: {known}")
+                raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {all_known}")
+            raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, known)}; there are: {all_known}")
     return {name: column_of(name, there[name]) for name in names}
 
 
 def new_items(dataset: Dataset) -> tuple[NDArray[np.bool_], float] | None:
     """Which items have their first action in the last week of the dataset, or none, bool [X], and their share of that
     week's actions; None where the unit of time is unknown."""
-    unit = (from_json(dataset.description()).get("times") or {}).get("unit")
-    if not unit:
+    if not (unit := _unit_of_times(dataset)):
         return None
     first_X, time_T = dataset.first_times(), dataset.timestamps_flat
     since = int(time_T.max()) - WEEK * UNITS[unit]
     is_new = first_X > since
     return is_new, float(is_new[dataset.items_flat[time_T > since]].mean())
+
+
+def _unit_of_times(dataset: Dataset) -> str | None:
+    return (from_json(dataset.description()).get("times") or {}).get("unit")
 
 
 class AsNeeded(Mapping[str, Column]):

@@ -1,14 +1,13 @@
 """FuXi-alpha against one sequence after the other, each weight of each channel written out, in FP64."""
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_hstu import bucket, packing
+from test_hstu import bucket, dropped, entered, packing, silu
 from test_sasrec import DIM, NOISE, assert_same_queries, assert_zero_gradients, bf16_errors, filled, rows
 from torch import Tensor
 
@@ -37,19 +36,12 @@ def plain(
     L, D = item_LD.shape
 
     def drop(x: Tensor, site: str) -> Tensor:
-        return x if noise is None else x * noise.dropout(torch.ones_like(x), encoder.rate, site, row_L)
-
-    def left_out(x: Tensor) -> Tensor:
-        ones = torch.ones(L, 1, dtype=torch.float64)
-        return x if noise is None else x * noise.dropout(ones, encoder.history_rate, "history", row_L).sign()
+        return dropped(x, noise, encoder.rate, site, row_L)
 
     def rms(x: Tensor) -> Tensor:
         return x / ((x**2).mean(1, keepdim=True) + 1e-6).sqrt()
 
-    def silu(x: Tensor) -> Tensor:
-        return x / (1 + (-x).exp())
-
-    x = drop(left_out(item_LD) * math.sqrt(D) + encoder.position_LD[:L], "input")
+    x = entered(encoder, item_LD, row_L, noise)
     for i, block in enumerate(encoder.blocks):
         u = silu(rms(x) @ block.gate.weight.T)
         v, q, k = (silu(rms(x) @ weight.T) for weight in block.value_query_key.weight.split(D))

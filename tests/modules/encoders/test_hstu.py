@@ -19,6 +19,7 @@ from logitmix.modules.config import HSTUConfig
 from logitmix.modules.encoders import hstu_attention
 from logitmix.modules.encoders.hstu import HSTU
 from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS, attend, attend_plain, time_buckets
+from logitmix.modules.encoders.stack import Stack
 from logitmix.modules.noise import Noise
 
 CONFIG = HSTUConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4, times=True)
@@ -46,6 +47,22 @@ def bucket(gap: int) -> int:
     return 1 + 2 * power + (gap >= 1.5 * 2**power)
 
 
+def dropped(x: Tensor, noise: Noise | None, rate: float, site: str, row_L: Tensor) -> Tensor:
+    return x if noise is None else x * noise.dropout(torch.ones_like(x), rate, site, row_L)
+
+
+def entered(encoder: Stack, item_LD: Tensor, row_L: Tensor, noise: Noise | None) -> Tensor:
+    """What the first block of one sequence is given."""
+    L, D = item_LD.shape
+    seen_L1 = dropped(torch.ones(L, 1, dtype=torch.float64), noise, encoder.history_rate, "history", row_L).sign()
+    x = item_LD * seen_L1 * math.sqrt(D) + encoder.position_LD[:L]
+    return dropped(x, noise, encoder.rate, "input", row_L)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
+
+
 def plain(
     encoder: HSTU, item_LD: Tensor, packing: Packing, start: int, heads: int, noise: Noise | None = None
 ) -> Tensor:
@@ -56,20 +73,13 @@ def plain(
     time, asked = packing.time_T[start : start + L].tolist(), packing.asked_T[start : start + L].tolist()
 
     def drop(x: Tensor, site: str) -> Tensor:
-        return x if noise is None else x * noise.dropout(torch.ones_like(x), encoder.rate, site, row_L)
-
-    def left_out(x: Tensor) -> Tensor:
-        ones = torch.ones(L, 1, dtype=torch.float64)
-        return x if noise is None else x * noise.dropout(ones, encoder.history_rate, "history", row_L).sign()
+        return dropped(x, noise, encoder.rate, site, row_L)
 
     def norm(x: Tensor) -> Tensor:
         centred = x - x.mean(1, keepdim=True)
         return centred / ((centred**2).mean(1, keepdim=True) + 1e-6).sqrt()
 
-    def silu(x: Tensor) -> Tensor:
-        return x / (1 + (-x).exp())
-
-    x = drop(left_out(item_LD) * math.sqrt(D) + encoder.position_LD[:L], "input")
+    x = entered(encoder, item_LD, row_L, noise)
     for i, block in enumerate(encoder.blocks):
         normed = norm(x)
         u = silu(normed @ block.gate.weight.T)
