@@ -247,7 +247,10 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("train auto --no-train.epochs 3", "unknown option --no-train.epochs (did you mean --train.epochs?); see"),
         ("compare d --minutes 1 --no-threads 3", "unknown option --no-threads (did you mean --threads?); see"),
         ("train demo-mol --zzz 3 --data.pth x", "unknown option --zzz; see logitmix train demo-mol --help"),
-        ("train demo-mol more", "unknown word more; see logitmix train demo-mol --help"),
+        (
+            "train demo-mol more",
+            "unknown word more; a flag takes one value, and several as a,b; see logitmix train demo-mol --help",
+        ),
         ("train demo-mol --train.epochs", "--train.epochs needs a value; see logitmix train demo-mol --help"),
         ("train demo-mol --data.split times", "--data.split is 'times'; it must be one of leave-one-out, time\n"),
         ("evaluate", "evaluate needs RUN; see logitmix evaluate --help"),

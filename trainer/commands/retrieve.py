@@ -122,7 +122,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         request["time"] = arguments.time
     if arguments.histories or arguments.out:
         count = _answer_file(retriever, arguments, options)
-        show(f"{arguments.out}: {count:,} requests answered")
+        show(f"{arguments.out}: {count:,} request{'s' * (count != 1)} answered")
         return
     (rows,) = retriever.answer([request], options)
     if not rows:

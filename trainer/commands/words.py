@@ -113,7 +113,7 @@ def _problem(event: _errors.ParseErrorEvent, kind: type, command: str) -> str:
             flag = word.partition("=")[0]
             return f"unknown option {flag}{_meant(flag, list(flags_of(kind)))}; {see}"
         case _errors.UnrecognizedArgs(tokens=[word, *_]):
-            return f"unknown word {word}; {see}"
+            return f"unknown word {word}; a flag takes one value, and several as a,b; {see}"
         case _errors.MissingArgs(missing_arguments=missing):
             names = [
                 str(arg.lowered.metavar) if arg.is_positional() else f"{arg.display_name()} {arg.lowered.metavar}"
