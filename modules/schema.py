@@ -33,6 +33,13 @@ WANTED = "wanted_"
 """The beginning of the name of a feature of the next action."""
 
 
+def require_kind(name: str, kind: str, kinds: Sequence[str]) -> None:
+    """ValueError if the kind of action that is wanted is none of those that training saw."""
+    if kind not in kinds:
+        there = ", ".join(map(repr, kinds[:10])) + (", …" if len(kinds) > 10 else "")
+        raise ValueError(f"{name} is {kind!r:.40}; it must be one of {there}")
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of embeddings."""

@@ -11,7 +11,7 @@ import torch
 
 from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.features import recency_rows
-from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES, WANTED
+from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES, WANTED, require_kind
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.expression import Filters
 from logitmix.serving.texts import FEW
@@ -141,7 +141,7 @@ class RequestReader:
         # A dataset may have a feature of this name that means something else.
         has_recency = RECENCY_FEATURE in contents.about.schema.features
         self._wanted = contents.about.model.wanted
-        self._wants = [of for of in contents.vocabularies[WANTED + self._wanted] if of] if self._wanted else []
+        self.wants = [of for of in contents.vocabularies[WANTED + self._wanted] if of] if self._wanted else []
         self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
 
     def read_all(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
@@ -170,7 +170,8 @@ class RequestReader:
             unstated = zip(recency, events or [{}] * len(history), strict=True)
             events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]
         if self._wanted and history:
-            events = self._with_next(events or [{}] * len(history), self._want(request, place))
+            events = self._with_next(events or [{}] * len(history))
+        want = self._want(request, place) if self._wanted else None
         try:
             items = self.known(history) if unknown == "refuse" else self._places(history)
         except ValueError as error:
@@ -178,11 +179,14 @@ class RequestReader:
         kept = [at for at, item in enumerate(items) if item != UNKNOWN or unknown == "unknown"]
         if not kept and not self._about.schema.of("user"):
             raise ValueError(f"request {place} names no known item; give at least one")
+        known_events = [events[at] for at in kept] if events else None
+        if known_events and want is not None:
+            known_events[-1] = {**known_events[-1], WANTED + self._wanted: want}
         return Asked(
             place,
             [items[at] for at in kept],
             user,
-            [events[at] for at in kept] if events else None,
+            known_events,
             [*([times[at] for at in kept] or times[-1:]), times[-1]] if times else None,
             self._some(_ids(request, "blocked", place)),
             None if request.get("allowed") is None else self._some(_ids(request, "allowed", place)),
@@ -198,16 +202,14 @@ class RequestReader:
             (want,) = id_texts([request["want"]])
         except ValueError as error:
             raise ValueError(f"request {place}: want {error}") from None
-        if want not in self._wants:
-            there = ", ".join(map(repr, self._wants[:10])) + (", …" if len(self._wants) > 10 else "")
-            raise ValueError(f"request {place}: want is {want!r:.40}; it must be one of {there}")
+        require_kind(f"request {place}: want", want, self.wants)
         return want
 
-    def _with_next(self, events: Sequence[Mapping[str, Any]], want: str | None) -> list[Mapping[str, Any]]:
-        """The events, each with the value that the next one has; `want` is the one after the last."""
+    def _with_next(self, events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The events, each with the value that the next one has."""
         name = self._wanted
         own = any(of.name == name for of in self._about.schema.of("event"))
-        after = [*(of.get(name) for of in events[1:]), want]
+        after = [*(of.get(name) for of in events[1:]), None]
         return [
             {key: of for key, of in event.items() if own or key != name} | {WANTED + name: value}
             for event, value in zip(events, after, strict=True)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
+from logitmix.modules.schema import WANTED, require_kind
 from logitmix.serving.columns import NEW
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
@@ -260,6 +261,15 @@ class Retriever:
         """Of the filterable columns, by name, without those that the item lacks."""
         found = {name: column.shown(item) for name, column in self.filters.columns.items()}
         return {name: value for name, value in found.items() if value is not None}
+
+    def wanted_row(self, kind: str) -> tuple[str, int]:
+        """The feature that says which kind of action is to come, and a kind's row in its table. ValueError if training
+        saw none of that kind, or if the model has no such feature."""
+        if not self.config.wanted:
+            raise ValueError("--want is for models with model.wanted, which this one lacks; leave it out")
+        require_kind("--want", kind, self._reader.wants)
+        name = WANTED + self.config.wanted
+        return name, self.features.rows(name, [kind])[0]
 
     @torch.inference_mode()
     def query_sides(self, requests: Sequence[Request], unknown: UnknownIds = "skip") -> dict[str, Tensor]:

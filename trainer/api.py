@@ -96,11 +96,13 @@ def evaluate(
     split: Literal["test", "validation"] = "test",
     threads: int = 1,
     groups: Sequence[str] | None = None,
+    want: str | None = None,
 ) -> dict[str, float]:
     """Metrics of a run's best checkpoint over the whole corpus, with the run's settings, but for `groups`
-    (evaluate.groups) where they are given; on the test part, of its refit if there is one."""
+    (evaluate.groups) and `want` (evaluate.want) where they are given; on the test part, of its refit if there is
+    one."""
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
-    results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads, groups)
+    results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads, groups, want)
     return shown_metrics(results, f"{run}: {_of_step(split, results)}")
 
 
@@ -177,11 +179,14 @@ def recommend(
     threads: int = 1,
     limit: Mapping[str, int] = MappingProxyType({}),
     boost_new: float = 0.0,
+    want: str = "",
 ) -> dict[str, int]:
     """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
     arguments are those of the command line."""
     options = Options(k, exclude_history=exclude_history, stage1=stage1, boost_new=boost_new)
-    asked = recommending.Asked(Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit))
+    asked = recommending.Asked(
+        Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit), want
+    )
     export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(export, asked, ranks, threads)

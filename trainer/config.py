@@ -306,6 +306,8 @@ class EvaluateConfig:
     """Also the metrics of groups of users, each with its number of users: by new_user (training sees no action of
     theirs), history_length, item_actions (training actions of the target: 0 is cold), or any feature of users, of the
     target, or of its action."""
+    want: str = ""
+    """With model.wanted: the kind of action that every query asks for; the target's own when left empty."""
     baselines: bool = True
     """At the end, also evaluate the baselines popularity and item-kNN, which a model should beat."""
 
@@ -370,6 +372,11 @@ class Config:
         if self.train.refit and not self.evaluate.every_epochs:
             raise ValueError(
                 "train.refit is set, but evaluate.every_epochs is 0, so no checkpoint is chosen; set it to 1"
+            )
+        if self.evaluate.want and not self.model.wanted:
+            raise ValueError(
+                f"evaluate.want is {self.evaluate.want}, but the model knows no action to come; leave it out, or train "
+                "with model.wanted"
             )
         if first := self.first:
             least, most = first.train.minutes > 0, self.train.minutes

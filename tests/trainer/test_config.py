@@ -92,7 +92,7 @@ def test_every_number_is_checked_and_named_by_the_flag_that_sets_it(kind: str) -
 
 
 def test_every_choice_is_checked_and_lists_what_there_is() -> None:
-    free = ("data.path", "data.weight", "model.wanted", "warm_start")
+    free = ("data.path", "data.weight", "model.wanted", "evaluate.want", "warm_start")
     texts = [flag for flag, value in flatten(Config()).items() if type(value) is str and flag not in free]
     assert "model.similarity.kind" in texts and "comm.forward" in texts
     for flag in texts:
@@ -111,6 +111,11 @@ def test_every_choice_is_checked_and_lists_what_there_is() -> None:
         ("[model.encoder]\nhead = 2", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
         ("model = { encoder = { head = 2 } }", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
         ("[train]\nzzz = 1", "recipe.toml: unknown key train.zzz"),
+        (
+            "[evaluate]\nwant = 'buy'",
+            "recipe.toml: evaluate.want is buy, but the model knows no action to come; leave it out, or train with "
+            "model.wanted",
+        ),
         (
             "model.similarity = { normalise = true }",
             "recipe.toml: unknown key model.similarity.normalise (did you mean normalize?)",
@@ -238,6 +243,7 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
         "evaluate.metric": "mrr",
         "evaluate.groups": ["country"],
         "evaluate.exclude_history": "no",
+        "evaluate.want": "purchase",
     }
     config = CONFIGS[kind]
     if kind == "mol":

@@ -39,6 +39,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Number of users ranked, a fixed sample; 0 ranks all."""
     groups: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint=OF_THE_RUN)] = None
     """Metrics of groups of users, too: by new_user, history_length, item_actions, or features."""
+    want: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint=OF_THE_RUN)] = None
+    """For models with model.wanted: the kind of action that every query asks for, instead of the target's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -58,6 +60,7 @@ def run(words: list[str]) -> None:
         arguments.device,
         arguments.threads_of_rank,
         arguments.groups,
+        arguments.want,
     )
     if is_main():
         ranked = final_run(path) if split == "test" else path

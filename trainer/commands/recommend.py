@@ -45,6 +45,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     boost_new: float = 0.0
     """Added to the scores of items of the last week: their first action in the dataset is of then, or they have none.
     A line says what share of the recommendations is of such items, beside their share of that week's actions."""
+    want: str = ""
+    """Which kind of action is to come. For models with model.wanted."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
@@ -69,6 +71,7 @@ def run(words: list[str]) -> None:
         arguments.items,
         arguments.where,
         json_value("--limit", arguments.limit, dict),
+        arguments.want,
     )
     export, asked = served(arguments.place, asked)
     if str(export) != arguments.place:

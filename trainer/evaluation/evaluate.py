@@ -19,10 +19,11 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.messages import tell
 from logitmix.launch.processes import end_lost, require_threads
 from logitmix.modules.config import sees_times
+from logitmix.modules.schema import WANTED, Owner, Schema, require_kind
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
-from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
@@ -66,11 +67,12 @@ def evaluate_run(
     device: Literal["auto", "cpu", "cuda"],
     threads: int,
     groups: Sequence[str] | None = None,
+    want: str | None = None,
 ) -> dict[str, float]:
     """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. On
     the test part, of its refit if there is one.
 
-    `exclude_history`, `users` and `groups` override the run's settings of these names.
+    `exclude_history`, `users`, `groups` and `want` override the run's settings of these names.
     """
     require_threads("threads", threads)
     torch.set_num_threads(threads)
@@ -78,7 +80,7 @@ def evaluate_run(
     config = read_config(run)
     if split == "validation" and not config.data.validation:
         raise ValueError(f"{run} was trained on the validation actions; give --split test, or the run that chose them")
-    given: dict[str, Any] = {"exclude_history": exclude_history, "users": users}
+    given: dict[str, Any] = {"exclude_history": exclude_history, "users": users, "want": want}
     given["groups"] = None if groups is None else tuple(groups)
     options = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
     dataset = load_dataset(config.data.path)
@@ -133,6 +135,7 @@ class Evaluation:
         cannot be formed."""
         self.config, self.dataset, self.ranks, self.check = config, dataset, ranks, check
         self.groups = features_of(config.evaluate.groups, dataset)
+        self._wanted = _wanted_row(config, dataset) if config.evaluate.want else None
         self.said = Console(stderr=True) if ranks.rank == 0 else None
         self.held_out = held_out(config, dataset)
         self.exclude_history = excludes_history(config, dataset, self.said)
@@ -156,7 +159,7 @@ class Evaluation:
                 self.check()
                 count(more)
 
-            columns = columns_of(self.dataset, tower.schema, self.held_out.trained(self.dataset))
+            columns = self._columns(tower.schema, users)
             batch_size, best = self.config.evaluate.batch_size, self._best(split)
             embedder = Embedder(tower, tables, columns)
             rank = partial(rank_corpus, embedder, num_items)
@@ -177,6 +180,16 @@ class Evaluation:
             metrics |= {f"at_last_action/{name}": mean for name, mean in found.items()}
         rank_U = rankings.similarity_U.numpy()
         return metrics | self._by_group(rank_U, users), rank_U
+
+    def _columns(self, schema: Schema, users: RankingUsers) -> dict[Owner, Mapping[str, Column]]:
+        """What the queries see; where evaluate.want names a kind of action, each asks for it."""
+        columns = columns_of(self.dataset, schema, self.held_out.trained(self.dataset))
+        if self._wanted is not None:
+            name = WANTED + self.config.model.wanted
+            values = columns["event"][name].values.copy()
+            values[users.place - 1] = self._wanted
+            columns["event"] = {**columns["event"], name: Column(values)}
+        return columns
 
     def _best(self, split: Split) -> int:
         """How many of the best items are needed."""
@@ -247,6 +260,14 @@ class Evaluation:
         """Who is ranked."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
         return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, SAMPLE)
+
+
+def _wanted_row(config: Config, dataset: Dataset) -> int:
+    """The row of the kind of action that evaluate.want names. ValueError if the dataset has none of it."""
+    feature = next(of for of in dataset.schema.of("event") if of.name == config.model.wanted)
+    kinds = dataset.vocabulary(feature.table)
+    require_kind("evaluate.want", config.evaluate.want, [kind for kind in kinds if kind])
+    return kinds.index(config.evaluate.want)
 
 
 def _cold(users: RankingUsers, count_X: np.ndarray) -> float:

@@ -80,6 +80,8 @@ class Asked:
     dataset's features of items (serving/expression.py)."""
     limit: dict[str, int] = field(default_factory=dict)
     """Most items of a value of a filterable column for each user."""
+    want: str = ""
+    """Which kind of action is to come, for a model that knows it; any without it."""
 
     def __post_init__(self) -> None:
         if self.out.suffix not in SUFFIXES or self.out.is_dir() or ":" in self.out.parts[0]:
@@ -126,6 +128,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         if options.boost_new and not histories.new:
             raise ValueError("--boost-new needs users whose dataset states the unit of its times; leave it out")
         new = Allowed.of(histories.new[0]) if options.boost_new and histories.new else None
+        wanted = retriever.wanted_row(asked.want) if asked.want else None
         only = _only(asked, retriever, dataset, tell) if asked.items or asked.where else None
     except ValueError:
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
@@ -138,6 +141,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         "only": "" if only is None else hashlib.sha256(only.bits.tobytes()).hexdigest(),
         "options": asdict(options),
         "limit": asked.limit,
+        "want": asked.want,
     }
     blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
     with ExitStack() as held:
@@ -154,7 +158,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
                 for number in missing[ranks.rank :: ranks.world_size]:
                     _write_part(
                         asked.parts / _PART.format(number),
-                        _answers(retriever, histories, blocks[number], asked, only, new),
+                        _answers(retriever, histories, blocks[number], asked, only, new, wanted),
                     )
                     advance(len(blocks[number]) * ranks.world_size)
 
@@ -258,8 +262,9 @@ def _answers(
     asked: Asked,
     only: Allowed | None,
     new: Allowed | None,
+    wanted: tuple[str, int] | None,
 ) -> pa.Table:
-    """The best items of some users, one row for each."""
+    """The best items of some users, one row for each. `wanted`: Retriever.wanted_row."""
     options = asked.options
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
@@ -268,6 +273,11 @@ def _answers(
     for start in range(0, len(block), BATCH):
         for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
+            if wanted:
+                last_B = read.length_B.cumsum(0) - 1
+                name, row = wanted
+                # Requests without a history have no action to say it of.
+                read.values[name].values[last_B[read.item_T[last_B] != UNKNOWN]] = row
             found = retriever.best(read, excluded, options, only, asked.limit, new)
             item_BK[at], score_BK[at] = found.items.numpy(), found.scores.numpy()
     row_N, rank_N = (item_BK != UNKNOWN).nonzero()

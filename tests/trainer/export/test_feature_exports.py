@@ -145,6 +145,36 @@ def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset
         assert retriever.recommend([{"want": "type-1"}], 3) == retriever.recommend([{}], 3)
     with pytest.raises(ValueError, match="request 1: want is 'type-77'; it must be one of 'type-"):
         retriever.recommend([requests[0], {**requests[1], "want": "type-77"}], 3)
+    # That of the last item that is known, of one that is not, and of all users.
+    longer: list[Request] = [
+        {**of, "history": [*of["history"], "new"], "events": [*of["events"], {}], "want": None} for of in requests
+    ]
+    assert retriever.recommend([{**of, "want": "type-1"} for of in longer], 3) != retriever.recommend(longer, 3)
+    asked: list[Request] = [
+        {
+            "history": of["history"],
+            "events": [{"action": event["action"]} for event in of["events"]],
+            "user": of["user"] if more else {},
+            "want": "type-1",
+        }
+        for of in whole_requests(dataset)
+    ]
+    api.recommend(tmp_path / "served", tmp_path / "all.parquet", dataset.path, 5, want="type-1")
+    require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), retriever.recommend(asked, 5))
+    similar: dict[str, Any] = {"similar_items": True, "exclude_history": False, "want": "type-1"}
+    api.recommend(tmp_path / "served", tmp_path / "similar.csv", k=4, **similar)
+    alone: list[Request] = [{"history": [of], "blocked": [of], "want": "type-1"} for of in names]
+    require_rows(tmp_path / "similar.csv", names, retriever.recommend(alone, 4))
+    with pytest.raises(ValueError, match="--want is 'type-77'; it must be one of 'type-"):
+        api.recommend(tmp_path / "served", tmp_path / "no.csv", dataset.path, want="type-77")
+    assert not (tmp_path / "no.csv.parts").exists()
+    # In evaluation, of all targets.
+    every = retriever.recommend([{**of, "want": "type-1"} for of in requests], ITEMS)
+    found = [[row["id"] for row in of].index(names[item]) + 1 for of, item in zip(every, users.target, strict=True)]
+    measured = api.evaluate(tmp_path / "run", want="type-1")
+    assert measured["mrr"] == pytest.approx(np.mean([1 / of for of in found])) != api.evaluate(tmp_path / "run")["mrr"]
+    with pytest.raises(ValueError, match=r"evaluate\.want is 'type-77'; it must be one of 'type-"):
+        api.evaluate(tmp_path / "run", want="type-77")
     inputs = json.loads((tmp_path / "served" / "manifest.json").read_text())["signature"]["inputs"]
     assert inputs["want"] == "value of action of the action that is to come"
     assert "wanted_action" not in json.dumps(inputs)
