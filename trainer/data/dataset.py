@@ -163,6 +163,10 @@ class Dataset:
         """The text of dataset.json, which identifies this dataset: counts, schema, digests of the source."""
         return (self.path / "dataset.json").read_text(encoding="utf-8")
 
+    def unit_of_times(self) -> str | None:
+        """s, ms, us or ns since 1970; None: the times are other numbers."""
+        return (from_json(self.description()).get("times") or {}).get("unit")
+
     def first_times(self) -> np.ndarray:
         """When each item was first acted on, int64 [items]; the largest number for one without actions."""
         first_X = np.full(self.num_items, np.iinfo(np.int64).max)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
 from logitmix.serving.columns import ACTIONS, NEW, NONE, Column, Kind
 from logitmix.serving.texts import Texts
@@ -79,7 +78,7 @@ def filter_columns(
         there[ACTIONS] = pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
     if NEW in names and NEW not in there and (new := new_items(dataset)):
         there[NEW] = pa.array(new[0].astype(np.int8))
-    known = list(dict.fromkeys([*there, ACTIONS, *([NEW] if _unit_of_times(dataset) else [])]))
+    known = list(dict.fromkeys([*there, ACTIONS, *([NEW] if dataset.unit_of_times() else [])]))
     for name in names:
         if name not in there:
             place, all_known = table or dataset.path, ", ".join(known)
@@ -92,16 +91,12 @@ def filter_columns(
 def new_items(dataset: Dataset) -> tuple[NDArray[np.bool_], float] | None:
     """Which items have their first action in the last week of the dataset, or none, bool [X], and their share of that
     week's actions; None where the unit of time is unknown."""
-    if not (unit := _unit_of_times(dataset)):
+    if not (unit := dataset.unit_of_times()):
         return None
     first_X, time_T = dataset.first_times(), dataset.timestamps_flat
     since = int(time_T.max()) - WEEK * UNITS[unit]
     is_new = first_X > since
     return is_new, float(is_new[dataset.items_flat[time_T > since]].mean())
-
-
-def _unit_of_times(dataset: Dataset) -> str | None:
-    return (from_json(dataset.description()).get("times") or {}).get("unit")
 
 
 class AsNeeded(Mapping[str, Column]):
