@@ -1,8 +1,8 @@
 """Items without history: how often an item that was never trained is retrieved when a user takes it next.
 
-    python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16]
+    python -m benchmarks.cold_start [--models dot,mol] [--seeds 3] [--epochs 16] [--features "genres year" item_title]
     python -m benchmarks.cold_start --dataset demo-features --models auto --dropouts 0,0.1,0.3
-    python -m benchmarks.cold_start --dataset demo-shop --epochs 6
+    python -m benchmarks.cold_start --dataset demo-shop --epochs 6 [--features category "category released"]
 
 10 % of MovieLens-100k's items (the cold ones) are taken out of every sequence. A model is trained on the rest with
 genres and year, and exported; `update-items` adds the cold items from their features alone. Then each action on a cold
@@ -14,7 +14,8 @@ it, it is downloaded. Of demo-features, the items' features are taken as they ar
 Beside it stand the test metrics of the known items.
 
 Of demo-shop, whose items come week after week, the purchases of the last tenth of the time are the test part: HR@50 of
-targets that training has no action of, for `auto` with the items' categories, and with the dates at which they came.
+targets that training has no action of, for `auto` with the items' categories, the dates at which they came, or titles,
+whose five words are three of twenty that its category has alone, and two of a hundred that all have.
 """
 
 import csv
@@ -48,8 +49,8 @@ from logitmix.trainer.data.sources.demo_shop import EVENTS, WEEK, ShopParameters
 from logitmix.trainer.data.sources.demo_shop import generate as generate_shop
 
 K, COLD_SHARE, LENGTH = 50, 0.1, 100
-SCHEMA = '[features.genres]\nowner = "item"\nkind = "ids"\n\n[features.year]\nowner = "item"\nkind = "id"\n'
-COMMON = ["--model.features", "genres", "year", "--train.batch-size", "32", "--model.encoder.max-length", str(LENGTH)]
+SCHEMA = '[features.genres]\nkind = "ids"\n\n[features.year]\nkind = "id"\n\n[features.words]\nkind = "words"\n'
+COMMON = ["--train.batch-size", "32", "--model.encoder.max-length", str(LENGTH)]
 MODELS = {
     "auto": ["auto", "--train.patience", "0", "--evaluate.no-baselines"],
     "dot": ["ml-1m-dot", *COMMON],
@@ -68,6 +69,9 @@ class Options:
     epochs: int = 16
     dropouts: str = "0.3"
     """Values of model.item_id_dropout."""
+    features: tuple[str, ...] = ()
+    """Features of the items, each a run: of ml-100k "genres year" if left empty, of demo-shop "category" and "category
+    released". `words` are those of the title, `item_title` is its vector (kind text)."""
     requests: int = 1_000_000
     """Most requests, a sample of the actions on cold items."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
@@ -101,10 +105,12 @@ def main(options: Options) -> None:
             questions = [every[place] for place in asked]
             of_seed = {"chance": _chance(dataset, questions)} if demo else _baselines(dataset, cold, questions)
             write_tables(folder / str(seed), dataset, cold)
-            for model, dropout in itertools.product(options.models.split(","), options.dropouts.split(",")):
-                rate, tested = _hit_rate(folder / str(seed), model, dropout, dataset, questions, seed, options)
-                of_seed[f"{model}, dropout {dropout}"] = rate
-                known.setdefault(f"{model}, dropout {dropout}", []).append(
+            features = ("all",) if demo else options.features or ("genres year",)
+            for arm in itertools.product(options.models.split(","), features, options.dropouts.split(",")):
+                rate, tested = _hit_rate(folder / str(seed), *arm, dataset, questions, seed, options)
+                name = "{}, {}, dropout {}".format(*arm)
+                of_seed[name] = rate
+                known.setdefault(name, []).append(
                     " ".join(f"{tested[metric]:.4f}" for metric in ("hr@10", "hr@50", "mrr"))
                 )
             for method, rate in of_seed.items():
@@ -126,8 +132,10 @@ def shop(options: Options) -> None:
         folder = Path(name)
         _write_shop(folder)
         words = ["--items", str(folder / "items.parquet"), "--where", "event = purchase", "--min-user-actions", "3"]
+        (folder / "schema.toml").write_text('[features.words]\nkind = "words"\n')
+        words += ["--schema", str(folder / "schema.toml"), "--embed", "title"]
         logitmix("prepare", "table", "--source", str(folder / "actions.parquet"), "--out", str(folder / "data"), *words)
-        for features in (["category"], ["category", "released"]):
+        for features in map(str.split, options.features or ("category", "category released")):
             run = folder / "-".join(features)
             words = ["--data.path", str(folder / "data"), "--run", str(run), "--data.split", "time"]
             words += ["--model.features", *features, "--model.dim", "32", "--model.encoder.max-length", "16"]
@@ -155,14 +163,26 @@ def shop(options: Options) -> None:
 
 
 def _write_shop(folder: Path) -> None:
-    """Its actions; and its items with the dates at which they came, which those of the first week do not have."""
+    """Its actions; and its items with titles, and the dates at which they came, which those of the first week do not
+    have."""
     topic_X, week_X, made, event_A = generate_shop(ShopParameters(), np.random.Generator(np.random.PCG64(0)))
     users, items = np.array(made.user_ids), np.array(made.item_ids)
     actions = {"user": users[made.users], "item": items[made.items], "timestamp": made.timestamps}
     pq.write_table(pa.table(actions | {"event": np.array(EVENTS)[event_A]}), folder / "actions.parquet")
     released_X = pa.array((FIRST_TIME + week_X * WEEK).astype("M8[s]"), mask=week_X == 0)
     columns = {"item": items, "category": [f"c{topic}" for topic in topic_X], "released": released_X}
-    pq.write_table(pa.table(columns), folder / "items.parquet")
+    titles = _titles(topic_X)
+    pq.write_table(pa.table(columns | {"title": titles, "words": titles}), folder / "items.parquet")
+
+
+def _titles(topic_X: np.ndarray) -> list[str]:
+    random = np.random.default_rng(1)
+    words = np.array(["".join(letters) for letters in random.choice(list("abcdefghijklmnop"), (2_100, 6))])
+    words_of_topic = words[100:].reshape(100, 20)
+    return [
+        " ".join([*random.choice(words_of_topic[topic], 3, replace=False), *random.choice(words[:100], 2)])
+        for topic in topic_X
+    ]
 
 
 def _hit(score_X: np.ndarray, target: int) -> float:
@@ -192,7 +212,8 @@ def _movies(dataset: Dataset) -> pa.Table:
     genres, years = _genres(dataset), dataset.item_features["year"].values
     names, known = dataset.vocabulary("genres"), dataset.vocabulary("year")
     of_items = ["|".join(names[of] for of in genres[item].nonzero()[0]) for item in range(dataset.num_items)]
-    return pa.table({"genres": of_items, "year": [known[year] for year in years]})
+    title = dataset.title_column()
+    return pa.table({"genres": of_items, "year": [known[year] for year in years], "title": title, "words": title})
 
 
 def _demo_items(dataset: Dataset) -> pa.Table:
@@ -245,15 +266,24 @@ def _chance(dataset: Dataset, questions: list[Question]) -> float:
 
 
 def _hit_rate(
-    folder: Path, model: str, dropout: str, dataset: Dataset, questions: list[Question], seed: int, options: Options
+    folder: Path,
+    model: str,
+    features: str,
+    dropout: str,
+    dataset: Dataset,
+    questions: list[Question],
+    seed: int,
+    options: Options,
 ) -> tuple[float, dict[str, float]]:
     """HR@50 of the cold items, and the run's results."""
-    data, run = str(folder / "data"), str(folder / f"{model}-{dropout}")
+    data, run = str(folder / "data"), str(folder / f"{model}-{features.replace(' ', '-')}-{dropout}")
     served = f"{run}-served"
     if not Path(data).exists():
         words = ["--items", str(folder / "items.parquet"), "--schema", str(folder / "schema.toml")]
+        words += [] if dataset.name == "demo-features" else ["--embed", "title"]
         logitmix("prepare", "table", "--source", str(folder / "actions.csv"), "--out", data, *words)
     words = [*MODELS[model], "--data.path", data, "--run", run, "--train.seed", str(seed)]
+    words += ["--model.features", *features.split()]
     words += ["--train.precision", "bf16", "--train.epochs", str(options.epochs)]
     words += ["--evaluate.every-epochs", str(max(1, options.epochs // 4)), "--train.device", "cpu"]
     logitmix("train", *words, "--model.item-id-dropout", dropout)

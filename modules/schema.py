@@ -89,6 +89,9 @@ class Feature:
     """The source's columns of what is parallel to the values of a bag, such as its weights, by the kind's names."""
     unit: str = ""
     """Of dates, the unit of the actions' times: s, ms, us or ns."""
+    encoder: str = ""
+    """Of texts, what makes their vectors, and its version: modules/kinds/text.py."""
+    version: str = ""
 
     def __post_init__(self) -> None:
         _require_name("feature", self.name)
@@ -108,6 +111,11 @@ class Feature:
             raise ValueError(
                 f"feature {self.name} of kind {self.kind} is of {self.owner}s, and its unit {self.unit!r}; only items "
                 f"have dates, and the unit must be that of the actions' times, one of {', '.join(TICKS)}"
+            )
+        if self.form.of_texts != bool(self.encoder and self.version):
+            raise ValueError(
+                f"feature {self.name} of kind {self.kind} has encoder {self.encoder!r} and version {self.version!r}; "
+                "texts alone have both"
             )
         if self.form.missing is not None:
             object.__setattr__(self, "mean", self.form.missing)

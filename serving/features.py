@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+from torch import Tensor
+
 from logitmix.common.mappings import nearest
 from logitmix.common.values import id_text
 from logitmix.modules.features import Values
+from logitmix.modules.kinds.text import TextEncoder
 from logitmix.modules.schema import Feature, Owner, Schema
 from logitmix.serving.texts import ABSENT, Texts
 
@@ -24,9 +27,14 @@ class FeatureReader:
     left out, as in a dataset, and a missing number or vector is the mean that the model was trained with.
     """
 
-    def __init__(self, schema: Schema, vocabularies: Mapping[str, Texts]) -> None:
-        """`vocabularies`: for each table except the items', the values by row, with their order."""
+    def __init__(
+        self, schema: Schema, vocabularies: Mapping[str, Texts], projections: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`vocabularies`: for each table except the items', the values by row, with their order. `projections`: those
+        of features of texts."""
         self.schema, self._vocabularies = schema, vocabularies
+        tables = {name: of.numpy() for name, of in (projections or {}).items()}
+        self.encoders = {of.name: TextEncoder.of(of, tables.get(of.name)) for of in schema.features if of.encoder}
         # Values repeat, and finding one takes a bisection.
         self._find = lru_cache(_REMEMBERED)(lambda table, value: vocabularies[table].find(value))
 
@@ -53,7 +61,8 @@ class FeatureReader:
         return [place if value and place != ABSENT else unknown for value, place in zip(values, places, strict=True)]
 
     def _column(self, feature: Feature, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Values:
-        cells, row_of = [], partial(self._row, feature)
+        cells, encoder = [], self.encoders.get(feature.name)
+        row_of = (lambda text: encoder([text])[0].tolist()) if encoder else partial(self._row, feature)
         for place, record in enumerate(records):
             try:
                 cells.append(feature.form.cell(feature, record.get(feature.name), row_of))

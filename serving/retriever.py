@@ -87,7 +87,7 @@ class Retriever:
         self.filters = Filters(contents.columns, about.num_items)
         self._reader = RequestReader(contents, self.filters, where)
         self._ranker = Ranker(contents, self.tower, devices, group or Group(), shared, self.filters)
-        self.features = FeatureReader(about.schema, contents.vocabularies)
+        self.features = FeatureReader(about.schema, contents.vocabularies, contents.projections)
         tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
         self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)
 

@@ -42,6 +42,9 @@ class SourceColumn(Protocol):
     def vectors(self) -> Any:
         """As many numbers in each row: float32 [R, width], NaN where they are missing."""
 
+    def text_vectors(self) -> Any:
+        """What the column's encoder makes of one text a row: float32 [R, width], NaN where it is missing."""
+
     def days(self) -> Any:
         """One date a row, as days since 1970: float32 [R], NaN where it is missing."""
 
@@ -67,6 +70,9 @@ class Kind(ABC):
     dated = False
     """Numbers are dates of items, which the model compares with the time of the request."""
 
+    of_texts = False
+    """Numbers are what the feature's encoder makes of texts (text.py)."""
+
     needs = "a finite number"
     """What a parallel number must be."""
 
@@ -80,7 +86,8 @@ class Kind(ABC):
 
     @abstractmethod
     def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], int]) -> Any:
-        """The value of a request, None where it is missing. `row_of` finds the row of an id. Returns a row or a list of
+        """The value of a request, None where it is missing. `row_of` finds the row of an id, or the vector of a text,
+        for kinds of texts. Returns a row or a list of
         rows of the table, or a number or a list of numbers; a kind with parallel numbers, a list for the rows and one
         more for each of these.
 

@@ -8,6 +8,7 @@ from .date import Date
 from .ids import Ids
 from .number import Number
 from .one_id import Id
+from .text import Text
 from .vector import Vector
 from .weighted_ids import WeightedIds
 from .words import Words
@@ -22,6 +23,7 @@ KINDS = Registry[Kind](
         "vector": Vector(),
         "weighted_ids": WeightedIds(),
         "words": Words(),
+        "text": Text(),
     },
     needs=("read", "in_request", "cell", "embed", "sparse"),
     instances=True,

@@ -10,6 +10,7 @@ from logitmix.common.mappings import brief, first_line, from_mapping
 from logitmix.serving.directory.format import (
     COLUMNS,
     IDS,
+    PROJECTIONS,
     VOCABULARIES,
     WEIGHTS,
     About,
@@ -60,8 +61,8 @@ def data_files(file: Path, files: Any, about: About) -> list[str]:
             raise ValueError(f"{file}: files.{name}.cpu is not a list of names")
     others = {name: entry for name, entry in files.items() if name not in extras}
     shards, tables = numbered(items_file, others), numbered(tables_file, others)
-    columns = [COLUMNS] if about.filterable else []
-    require_fields(others, (WEIGHTS, VOCABULARIES, IDS, *columns, *tables, *shards), f"{file}: files")
+    some = [COLUMNS] * bool(about.filterable) + [PROJECTIONS] * bool(about.projected)
+    require_fields(others, (WEIGHTS, VOCABULARIES, IDS, *some, *tables, *shards), f"{file}: files")
     for name, entry in others.items():
         require_entry(entry, f"{file}: files.{name}", ["tensors"])
     return list(others)

@@ -279,6 +279,7 @@ def _applied(
         raw_ids=texts("items/raw_ids", contents.raw_ids, ITEM),
         titles=titles,
         columns=contents.columns,
+        projections=contents.projections,
         digest=delta.gives,
         delta=delta.number,
         files=contents.files,

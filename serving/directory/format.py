@@ -29,6 +29,9 @@
     columns.safetensors  where there are filterable columns: NAME.values, F64 [X] with NaN for none, times in seconds
                          since 1970; of text I32 [X], places among NAME.texts.data, NAME.texts.bounds and
                          NAME.texts.order (distinct, in the format of the raw ids), -1 for none
+    projections.safetensors
+                         where features of texts are encoded by n-grams: NAME [BUCKETS, the feature's width] of each
+                         (modules/kinds/text.py)
     README.md            the model card, for people (trainer/export/card.py)
     STAGE.faiss, STAGE-hnsw.faiss, STAGE-ivfpq.faiss, STAGE.parquet
                          on request, the items' vectors for other engines, where STAGE is similarity or hindexer
@@ -73,7 +76,8 @@ from torch import Tensor
 
 from logitmix.common.checked import Checked
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.schema import ITEM, WANTED, Owner, Schema
+from logitmix.modules.kinds.text import BUCKETS, NGRAMS
+from logitmix.modules.schema import ITEM, WANTED, Feature, Owner, Schema
 from logitmix.serving.columns import Column, Kind
 from logitmix.serving.items import stored_type
 from logitmix.serving.mapped import MappedFiles
@@ -83,7 +87,7 @@ from logitmix.serving.texts import Texts
 
 FORMAT = Checked("logitmix serving directory", 5)
 MANIFEST, WEIGHTS, IDS = "manifest.json", "tower.safetensors", "ids.safetensors"
-VOCABULARIES, COLUMNS = "vocabularies.safetensors", "columns.safetensors"
+VOCABULARIES, COLUMNS, PROJECTIONS = (f"{of}.safetensors" for of in ("vocabularies", "columns", "projections"))
 CARD, ONNX, PROGRAMS = "README.md", "query_tower.onnx", "programs"
 _EXTRA = re.compile(
     r"README\.md|(similarity|hindexer)(\.parquet|(-hnsw|-ivfpq)?\.faiss)|query_tower\.onnx|"
@@ -129,6 +133,11 @@ class About:
     """Items that were removed: the last shard's. Histories may hold them, and no answer does."""
 
     @property
+    def projected(self) -> list[Feature]:
+        """The features of texts that have a projection."""
+        return [feature for feature in self.schema.features if feature.encoder == NGRAMS]
+
+    @property
     def holds_inputs(self) -> bool:
         """Whether the shards hold the item tower's inputs, beside its outputs or instead of them."""
         return not self.item_cache or bool(self.schema.of("item"))
@@ -153,6 +162,8 @@ class Contents:
     """Of the same, for people to read."""
     columns: Mapping[str, Column] = field(default_factory=dict)
     """Those of About.filterable."""
+    projections: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those of About.projected, by name."""
     digest: str = ""
     """The manifest's."""
     delta: int = 0
@@ -244,6 +255,8 @@ def expected_tensors(found: Mapping[str, Mapping[str, Any]], about: About) -> di
     for table in about.schema.tables:
         if table.name != ITEM:
             expected[VOCABULARIES] |= _texts_tensors(found[VOCABULARIES], table.name, table.rows)
+    if about.projected:
+        expected[PROJECTIONS] = _float32({of.name: [BUCKETS, of.width] for of in about.projected})
     if about.filterable:
         expected[COLUMNS] = {}
     for name, kind in about.filterable.items():

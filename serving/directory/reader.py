@@ -21,6 +21,7 @@ from logitmix.serving.directory.format import (
     FORMAT,
     IDS,
     MANIFEST,
+    PROJECTIONS,
     VOCABULARIES,
     WEIGHTS,
     Contents,
@@ -145,6 +146,7 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
         raw_ids=_texts(path / IDS, ids, "raw_ids"),
         titles=_texts(path / IDS, ids, "titles") if "titles.data" in ids else None,
         columns=columns,
+        projections=found.get(PROJECTIONS, {}),
         digest=manifest["sha256"],
         files=files,
     )

@@ -30,6 +30,7 @@ from logitmix.serving.directory.format import (
     IDS,
     MANIFEST,
     PROGRAMS,
+    PROJECTIONS,
     VOCABULARIES,
     WEIGHTS,
     About,
@@ -91,6 +92,12 @@ def write_ids(staging: Path, about: About, raw_ids: Texts, titles: Texts | None)
 def write_columns(staging: Path, columns: Mapping[str, Column]) -> Entries:
     """Writes the columns to filter by, if there are some."""
     return _write_tensors(staging / COLUMNS, stored_columns(columns)) if columns else {}
+
+
+def write_projections(staging: Path, about: About, projections: Mapping[str, Tensor]) -> Entries:
+    """Writes those of features of texts, if there are some."""
+    assert {*projections} == {of.name for of in about.projected}
+    return _write_tensors(staging / PROJECTIONS, projections) if projections else {}
 
 
 def write_manifest(staging: Path, about: About, entries: Entries) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def _is_ours(path: Path) -> bool:
     if not (path / MANIFEST).is_file() or FORMAT.kind.encode() not in (path / MANIFEST).read_bytes():
         return False
     names = {entry.relative_to(path).as_posix() for entry in path.rglob("*")}
-    names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, COLUMNS, PROGRAMS}
+    names -= {MANIFEST, WEIGHTS, VOCABULARIES, IDS, COLUMNS, PROJECTIONS, PROGRAMS}
     return all(is_extra(name) or re.fullmatch(r"(items|tables)-\d{5,}-of-\d{5,}\.safetensors", name) for name in names)
 
 

@@ -230,11 +230,11 @@ class ColumnReader:
 
     def _values(self, name: str, array: pa.Array, place: "Place") -> np.ndarray:
         if not self.feature.sparse:
-            return _numbers(name, array)
+            return finite(name, array)
         return within(name, array, 0, self.table_rows, place).astype(self.values.dtype, copy=False)
 
     def _allowed(self, column: str, name: str, array: pa.Array, place: "Place") -> np.ndarray:
-        numbers = _numbers(column, array)
+        numbers = finite(column, array)
         wrong = np.flatnonzero(~self.form.allows(name, numbers))
         if len(wrong):
             raise ValueError(
@@ -358,7 +358,8 @@ def require_texts(name: str, kind: pa.DataType) -> pa.DataType:
     return plain
 
 
-def _numbers(name: str, array: pa.Array) -> np.ndarray:
+def finite(name: str, array: pa.Array) -> np.ndarray:
+    """Numbers as float32. ValueError if some are missing or not finite."""
     if not pa.types.is_floating(array.type):
         raise ValueError(f"column {name} has values of type {array.type}, not float")
     with np.errstate(over="ignore"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from logitmix.common.mappings import nearest, require
 from logitmix.common.messages import require_no_secrets
 from logitmix.common.storage import path_of
+from logitmix.modules.kinds.text import NGRAMS
 from logitmix.trainer.data.registry import SOURCES, Source, source_of
 
 
@@ -35,6 +36,10 @@ class PrepareOptions:
     """File or folder with data about users, with ids in the user column, or else the first (table only)."""
     schema: str = ""
     """TOML file that describes columns: [features.NAME] with owner, kind, table, use."""
+    embed: str = ""
+    """Columns of texts, title,description: each becomes a feature, the vectors of its texts."""
+    embed_with: str = NGRAMS
+    """What makes vectors of texts: ngrams (n-grams of letters and an SVD), or the encoder of a plugin."""
     min_feature_count: int = 1
     """Values of features with fewer occurrences become unknown."""
     max_rejects: float = 0.01
@@ -84,10 +89,11 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if self.append:
-            for name in ("min_user_actions", "min_item_actions", "min_feature_count"):
+            kept = dict.fromkeys(("min_user_actions", "min_item_actions", "min_feature_count"), "it keeps all actions")
+            for name, why in (kept | dict.fromkeys(("embed", "embed_with"), "the dataset has its features")).items():
                 if getattr(self, name) != getattr(PrepareOptions, name):
                     flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"--append takes no {flag}, because it keeps all actions; leave {flag} out")
+                    raise ValueError(f"--append takes no {flag}, because {why}; leave {flag} out")
             if not self.out:
                 raise ValueError("--append needs --out: a new directory, or the same one, which then becomes the whole")
         for name in ("source", "out", "items", "users", "schema", "append"):
@@ -99,6 +105,8 @@ class PrepareOptions:
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
         require(self.min_feature_count >= 1, "--min-feature-count", self.min_feature_count, "1 or more")
+        if self.embed_with != NGRAMS and not (self.embed or self.schema):
+            raise ValueError("--embed-with is for the columns that --embed names; give these, or leave it out")
         require(0 <= self.max_rejects <= 1, "--max-rejects", self.max_rejects, "a share from 0 to 1")
         require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
         require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
@@ -133,6 +141,10 @@ class PrepareOptions:
     def directory(self) -> Path:
         """The output directory; the copy of a URL's."""
         return path_of(self.out or f"data/{self.name}")
+
+    @property
+    def embedded_columns(self) -> list[str]:
+        return [name.strip() for name in self.embed.split(",") if name.strip()]
 
     @property
     def bytes_of_memory(self) -> int:

@@ -14,11 +14,13 @@
         FEATURE        …             of owner item: its value
     vocabularies/TABLE.parquet       of every table but item, one row for each of its rows, in order
         value          string        null or "" in row 0, which stands for every unknown value
+    projections/FEATURE.parquet      of every feature of texts that is encoded by n-grams, one row for each bucket
+        row            fixed_size_list<float32>   of the feature's width: modules/kinds/text.py
     dataset.json
         format_version     3
         name               NAME of `logitmix prepare`
         users, items, actions                      counts of what is here
-        schema             {features: [{name, owner, kind, table, width, mean, deviation, columns}],
+        schema             {features: [{name, owner, kind, table, width, mean, deviation, columns, encoder, version}],
                            tables: [{name, rows}]}, without fields at their defaults: modules/schema.py defines them
         repeated_targets   {validation, test}: share of targets (leave-one-out) that are in their user's history before
                            them, over all users with more than 2 actions
@@ -62,6 +64,7 @@ A feature's column has its name and is stored by its kind:
     number    float32          its mean, from the schema, where missing
     date      float32          of items: days since 1970, to 2 minutes; -1e6 where missing, which is also its mean
     vector    list<float32>    of the feature's width, or fixed_size_list; the mean in every place where missing
+    text      list<float32>    the same of the text's vector
 
 Where each id of a bag has numbers beside it (`parallel` of its kind), the bag is a list<struct<row: int64, NAME:
 float32, …>>.
@@ -100,6 +103,7 @@ from logitmix.common.checked import fields_of
 from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
 from logitmix.modules.kinds.date import NO_DATE
+from logitmix.modules.kinds.text import BUCKETS, NGRAMS, TextEncoder
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, WANTED, Feature, Schema
 from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
@@ -109,6 +113,8 @@ from logitmix.trainer.data.columns import (
     ColumnReader,
     SequenceReader,
     batches,
+    finite,
+    lists,
     places,
     require_columns,
     require_list,
@@ -121,6 +127,7 @@ from logitmix.trainer.data.columns import (
 )
 from logitmix.trainer.data.description import (
     APPENDED,
+    PROJECTIONS,
     broken,
     entries_of,
     name_of,
@@ -290,6 +297,24 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
                 yield texts(column, batch.column(column)).fill_null("")
     if table == ITEM:
         yield pa.array([""], pa.large_string())
+
+
+def encoders_of(path: Path, schema: Schema) -> dict[str, TextEncoder]:
+    """Those of the features of texts of the dataset at `path`, by name. ValueError for a projection that is missing or
+    is not of its feature."""
+    found = {}
+    for feature in (of for of in schema.features if of.form.of_texts):
+        projection, name = None, f"{PROJECTIONS}/{feature.name}.parquet"
+        if feature.encoder == NGRAMS:
+            with reading(path, name), pq.ParquetFile(path / name) as table:
+                require_plausible(table, path / name, ())
+                rows = table.read(["row"])["row"].combine_chunks()
+                lengths, numbers = lists("row", rows)
+                if len(rows) != BUCKETS or (lengths != feature.width).any():
+                    raise ValueError(f"its rows are not {BUCKETS} of {feature.width} numbers")
+                projection = finite("row", numbers).reshape(BUCKETS, feature.width).copy()
+        found[feature.name] = TextEncoder.of(feature, projection)
+    return found
 
 
 def raw_user_ids_of(path: Path) -> Iterator[pa.Array]:

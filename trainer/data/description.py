@@ -20,8 +20,10 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
 FORMAT = Checked("logitmix dataset", 3)
-APPENDED = "appended"
-ENTRIES = frozenset({"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv", APPENDED, FOLDER})
+APPENDED, PROJECTIONS = "appended", "projections"
+ENTRIES = frozenset(
+    {"dataset.json", "items.parquet", "sequences", "vocabularies", PROJECTIONS, "rejects.tsv", APPENDED, FOLDER}
+)
 DIGESTS = ("kind", "files", "sha256")
 """The entries of dataset.json that other writers may leave out."""
 

@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
+from logitmix.modules.kinds.text import NGRAMS, TextEncoder
 from logitmix.modules.kinds.words import words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
@@ -119,6 +120,8 @@ class RawColumn:
     """int64: how often each value counts; None: once."""
     source: str = ""
     """The column's name in what it is read from."""
+    encoder: TextEncoder | None = None
+    """Of texts; None: it is fitted to them."""
 
     def load(self) -> "RawColumn":
         """With the values in memory."""
@@ -136,6 +139,8 @@ class Features:
     """Why a column is not used whose kind is neither stated nor clear from its values."""
     notes: list[str]
     """How values were read, where a user may want it otherwise."""
+    projections: dict[str, np.ndarray]
+    """Of features of texts that are encoded by n-grams: modules/kinds/text.py."""
 
 
 def make_features(
@@ -144,17 +149,19 @@ def make_features(
     min_count: int,
     keep: Callable[[np.ndarray], Any] = lambda values: values,
     unit: str = "",
+    embed_with: str = NGRAMS,
 ) -> Features:
     """Encodes columns as features. Values with fewer than `min_count` occurrences, over all features that share the
     table, become unknown. Columns are read one after the other; `keep` takes what is made of those of actions, and
     returns something that can be sliced like it. `unit` is that of the actions' times; "" if they are no dates.
+    `embed_with` names the encoder of texts.
 
     Raises ValueError where values do not fit the kind that was stated.
     """
     marked: dict[str, dict[str, int]] = {}
     unused: dict[str, str] = {}
     notes: list[str] = []
-    features, made = [ITEM_FEATURE], dict[str, Column]()
+    features, made, projections = [ITEM_FEATURE], dict[str, Column](), dict[str, np.ndarray]()
     coded: dict[str, Codes] = {}
     sharing: dict[str, list[tuple[pa.StringArray, np.ndarray]]] = {}
     fewest = dict[str, int]()
@@ -169,8 +176,12 @@ def make_features(
             unused[column.name] = _why_unused(column)
             continue
         notes += _of_numbers(column)
-        form = kind_named(column.kind)
-        found = form.read(_Source(column))
+        form, encoder = kind_named(column.kind), column.encoder
+        if form.of_texts and not encoder:
+            if not (texts := _texts_of(column).to_pylist()):
+                raise ValueError(f"feature {column.name} has no texts; kind {column.kind} needs some")
+            encoder = TextEncoder.fit(embed_with, texts)
+        found = form.read(_Source(replace(column, encoder=encoder)))
         kept = keep if column.owner == "event" else lambda values: values
         if isinstance(found, Codes):
             table = column.table or column.name
@@ -189,7 +200,10 @@ def make_features(
             mean, deviation = stated or _statistics(numbers, column.counts)
             width = 1 if numbers.ndim == 1 else numbers.shape[1]
             said = (column.name, column.owner, column.kind, column.table, width, mean, deviation)
-            features.append(Feature(*said, unit=unit if form.dated else ""))
+            of_texts = (encoder.name, encoder.version) if encoder else ("", "")
+            if encoder and encoder.projection is not None:
+                projections[column.name] = encoder.projection
+            features.append(Feature(*said, {}, unit if form.dated else "", *of_texts))
             numbers[np.isnan(numbers)] = mean
             made[column.name] = Column(kept(numbers))
     values = {ITEM: item_ids} | {
@@ -205,7 +219,7 @@ def make_features(
         name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
     }
     notes = [*_of_markers(marked), *notes]
-    return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes)
+    return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes, projections)
 
 
 def _marked(column: RawColumn) -> dict[str, int]:
@@ -257,17 +271,23 @@ def _of_wrong(column: RawColumn, wrong: pa.Array, what: str) -> list[str]:
     return [f"{column.name}: {rows:,} {are} as missing, such as {wrong[0].as_py()!r:.40}"]
 
 
-def as_in_requests(feature: Feature, values: pa.Array) -> list[Any]:
+def as_in_requests(feature: Feature, values: pa.Array, encoder: TextEncoder | None = None) -> list[Any]:
     """A column of new items, read as `make_features` reads that of a dataset, as the values that a FeatureReader takes:
     texts, None for a missing one; lists of texts, and of pairs with what is parallel to them; numbers and lists of
-    numbers, the feature's mean for missing ones.
+    numbers, the feature's mean for missing ones. `encoder`: that of a feature of texts.
 
     Raises ValueError where values do not fit the feature's kind.
     """
     # A text of an id that is in no vocabulary is as unknown as a missing one.
     missing = () if feature.sparse and not feature.form.bag else MISSING
     column = RawColumn(
-        feature.name, feature.owner, filled(values, missing), feature.kind, feature.table, columns=feature.columns
+        feature.name,
+        feature.owner,
+        filled(values, missing),
+        feature.kind,
+        feature.table,
+        columns=feature.columns,
+        encoder=encoder,
     )
     if column.values.null_count == len(column.values):
         return [None] * len(column.values)
@@ -326,6 +346,24 @@ def find_features(columns: Sequence[str], features: Collection[str]) -> dict[str
     return {column: name for name, column in found.items()}
 
 
+def embedded(
+    options: FeaturesOptions, columns: Sequence[RawColumn], names: Collection[str], title: str
+) -> FeaturesOptions:
+    """The options with kind text for the columns that --embed names. ValueError for one that is not there, or that is
+    described otherwise. `title` is that of titles, which is among them where it is embedded; "" without one."""
+    features = dict(options.features)
+    for name in names:
+        found = next((of.name for of in columns if name in (of.source, of.name)), None)
+        if found is None:
+            there = [*filter(None, dict.fromkeys([title, *(of.source for of in columns)]))]
+            raise ValueError(f"--embed: no column {name!r:.80}{nearest(name, there)}; there are: {', '.join(there)}")
+        said = features.get(found, FeatureOptions())
+        if said.kind not in ("auto", "text") or not said.use:
+            raise ValueError(f"--embed names {name}, and --schema uses it otherwise; leave it out of one of them")
+        features[found] = replace(said, kind="text")
+    return replace(options, features=features)
+
+
 def apply_options(
     columns: Sequence[RawColumn],
     options: FeaturesOptions,
@@ -370,10 +408,13 @@ def apply_options(
 
 
 def as_in_schema(
-    columns: Sequence[RawColumn], schema: Schema, of_owner: Callable[[RawColumn, Owner], pa.Array]
+    columns: Sequence[RawColumn],
+    schema: Schema,
+    encoders: Mapping[str, TextEncoder],
+    of_owner: Callable[[RawColumn, Owner], pa.Array],
 ) -> tuple[list[RawColumn], list[str]]:
-    """Those of the columns that are features of a schema, as it has them, and notes on others. `of_owner` as of
-    `apply_options`."""
+    """Those of the columns that are features of a schema, as it has them, and notes on others. `encoders` of its
+    features of texts, by name; `of_owner` as of `apply_options`."""
     known = {feature.name: feature for feature in schema.features}
     found, others, names = [], [of.name for of in columns if of.name not in known], {of.name for of in columns}
     missing = [name for name in known if name != ITEM and name not in names]
@@ -389,6 +430,7 @@ def as_in_schema(
                     table=feature.table,
                     columns=feature.columns,
                     statistics=(feature.mean, feature.deviation),
+                    encoder=encoders.get(feature.name),
                 )
             )
     notes = [f"not used, as the dataset has no such features: {', '.join(others)}"] if others else []
@@ -517,6 +559,18 @@ def _occurrences(codes: np.ndarray, counts: np.ndarray | None, size: int) -> np.
 def _is_constant(values: pa.Array) -> bool:
     bounds = pc.min_max(_plain(values))
     return bounds["min"] == bounds["max"]
+
+
+def _require_texts(column: RawColumn) -> None:
+    if not pa.types.is_dictionary(column.values.type):
+        raise ValueError(f"feature {column.name} has values of type {column.values.type}; {column.kind} needs text")
+
+
+def _texts_of(column: RawColumn) -> pa.StringArray:
+    """The different texts of a column, in order. ValueError if it has other values."""
+    _require_texts(column)
+    used = _used(column.values)
+    return used.take(pa.array(order_of_texts(used)))
 
 
 def _decoded(values: pa.Array) -> pa.Array:
@@ -661,11 +715,19 @@ class _Source:
         return Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
 
     def words(self) -> Codes:
-        name, values = self.column.name, self.column.values
-        if not pa.types.is_dictionary(values.type):
-            raise ValueError(f"feature {name} has values of type {values.type}; words need text")
+        values = self.column.values
+        _require_texts(self.column)
         lists = [words_of(text) for text in values.dictionary.to_pylist()]
         return _code_text_lists(values, pa.array(lists, pa.list_(pa.string())))
+
+    def text_vectors(self) -> np.ndarray:
+        encoder, distinct = self.column.encoder, _texts_of(self.column)
+        assert encoder is not None
+        values = self.column.values
+        places = pc.index_in(values.dictionary, value_set=distinct).take(values.indices).fill_null(-1).to_numpy()
+        vectors = encoder(distinct.to_pylist())
+        # A missing text takes the last place.
+        return np.concatenate([vectors, np.full((1, vectors.shape[1]), np.nan, np.float32)])[places]
 
     def _with_parallel(self) -> Codes:
         """Of lists of structs, as joined.py makes them."""

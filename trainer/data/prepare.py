@@ -29,10 +29,12 @@ from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
+from logitmix.modules.kinds.text import TextEncoder
 from logitmix.modules.schema import Owner, Schema
 from logitmix.trainer.data.append import append, read_for_appending
 from logitmix.trainer.data.arrange import SHOWN, Ordered, arrange
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.dataset import encoders_of
 from logitmix.trainer.data.description import is_dataset
 from logitmix.trainer.data.features import (
     Features,
@@ -40,6 +42,7 @@ from logitmix.trainer.data.features import (
     RawColumn,
     apply_options,
     as_in_schema,
+    embedded,
     make_features,
     name_features,
     read_schema,
@@ -73,6 +76,13 @@ def _read_source(options: PrepareOptions, rejects: Rejects, progress: Progress) 
     source = source_of(options.name)
     assert source is not None
     return named(source.read)(options, rejects, progress)
+
+
+class Known(NamedTuple):
+    """The features of a dataset, to which actions are appended."""
+
+    schema: Schema
+    encoders: Mapping[str, TextEncoder]
 
 
 THIS_PROCESS = Engine(_read_source, arrange)
@@ -112,7 +122,8 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
         given = " ".join(f"--shown {shlex.quote(of)}" for of in was)
         raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()
-    _prepare(later, replace(options, append="", min_user_actions=0), console, THIS_PROCESS, schema)
+    features = Known(schema, encoders_of(before, schema))
+    _prepare(later, replace(options, append="", min_user_actions=0), console, THIS_PROCESS, features)
     description, notes = append(before, known, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
@@ -130,9 +141,9 @@ def _check_files(options: PrepareOptions) -> None:
 
 
 def _prepare(
-    directory: Path, options: PrepareOptions, console: Console, engine: Engine, known: Schema | None = None
+    directory: Path, options: PrepareOptions, console: Console, engine: Engine, known: Known | None = None
 ) -> dict[str, Any]:
-    """Fills the directory. With the features of a schema that is `known`, if there is one, and no others."""
+    """Fills the directory. With the features that are `known`, if there are such, and no others."""
     said, out = read_schema(options.schema), options.directory
     with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
         try:
@@ -188,7 +199,7 @@ def _write(
     console: Console,
     progress: Progress,
     engine: Engine,
-    known: Schema | None,
+    known: Known | None,
 ) -> dict[str, Any]:
     read = raw.actions.counts()
     origin = raw.source and {"name": plain(raw.source.name), "sha256": digests(raw.source, raw.files)}
@@ -210,9 +221,9 @@ def _write(
     items, title = raw.items.of(ordered.item_ids), options.title_column
     titles = _titles(title, items.get(title), raw.actions.columns, ordered)
     # Titles are shown, and their words a feature only where that is stated.
-    if not {valid_name(title), f"item_{title}"} & {
+    if title not in options.embedded_columns and not {valid_name(title), f"item_{title}"} & {
         *said.features,
-        *(of.name for of in (known.features if known else ())),
+        *(of.name for of in (known.schema.features if known else ())),
     }:
         items.pop(title, None)
     made = _features(raw, items, ordered, options, said, known)
@@ -226,6 +237,7 @@ def _write(
         made.schema,
         made.columns,
         made.vocabularies,
+        made.projections,
     )
     with naming(options.directory):
         counted = ordered.write(directory, contents)
@@ -309,7 +321,7 @@ def _features(
     ordered: Ordered,
     options: PrepareOptions,
     said: FeaturesOptions,
-    known: Schema | None,
+    known: Known | None,
 ) -> Features:
     """Features of the columns of items, which are in the order of the dataset, and of the source's users and
     actions."""
@@ -342,12 +354,14 @@ def _features(
             column = RawColumn(name, owner, values, kinds.get(name), counts=counts, source=name)
             infer = kinds[name] is not None if name in kinds else not names_each_row(column)
             found.append(replace(column, infer=infer))
-    unit, notes = raw.actions.unit or "", list[str]()
-    chosen = apply_options(name_features(found), said, options.schema, of_owner, unit)
+    unit, notes, names = raw.actions.unit or "", list[str](), name_features(found)
+    title = options.title_column if options.title_column in raw.items.columns else ""
+    said = embedded(said, names, options.embedded_columns, title)
+    chosen = apply_options(names, said, options.schema, of_owner, unit)
     if known:
-        chosen, notes = as_in_schema(chosen, known, of_owner)
+        chosen, notes = as_in_schema(chosen, known.schema, known.encoders, of_owner)
     try:
-        made = make_features(chosen, ordered.item_ids, options.min_feature_count, _keep, unit)
+        made = make_features(chosen, ordered.item_ids, options.min_feature_count, _keep, unit, options.embed_with)
         return replace(made, notes=[*notes, *made.notes])
     except ValueError as error:
         # A stated kind may not fit its column.

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from logitmix.modules.schema import Feature, Schema
 from logitmix.trainer.data.columns import ROW, Column, ranges, user_blocks
-from logitmix.trainer.data.description import FORMAT, entries_of
+from logitmix.trainer.data.description import FORMAT, PROJECTIONS, entries_of
 from logitmix.trainer.data.repeats import repeated_targets
 from logitmix.trainer.data.spool import Pieces
 
@@ -40,6 +40,8 @@ class DatasetContents:
     """Columns of every feature but the item id."""
     vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
     """string, by table, of every table but item's; row 0 null."""
+    projections: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float32 [BUCKETS, width], of every feature of texts that is encoded by n-grams."""
 
 
 LAST = (51, 201)
@@ -87,6 +89,11 @@ def finish_dataset(
         (directory / "vocabularies").mkdir()
     for table_name, values in contents.vocabularies.items():
         pq.write_table(pa.table({"value": values}), directory / "vocabularies" / f"{table_name}.parquet")
+    if contents.projections:
+        (directory / PROJECTIONS).mkdir()
+    for feature_name, projection in contents.projections.items():
+        rows = pa.FixedSizeListArray.from_arrays(pa.array(projection.ravel()), projection.shape[1])
+        pq.write_table(pa.table({"row": rows}), directory / PROJECTIONS / f"{feature_name}.parquet")
     description = {
         "name": name,
         "users": users,

@@ -234,8 +234,13 @@ def _changed(
 ) -> list[_Rows]:
     """As of a plan; the table's items are in the order of their places."""
     schema, bounds = contents.about.schema, _bounds(contents)
-    reader, features = FeatureReader(schema, contents.vocabularies), {of.name: of for of in schema.of("item")}
-    given = {name: as_in_requests(features[name], column) for name, column in columns.items() if name in features}
+    reader = FeatureReader(schema, contents.vocabularies, contents.projections)
+    features = {of.name: of for of in schema.of("item")}
+    given = {
+        name: as_in_requests(features[name], column, reader.encoders.get(name))
+        for name, column in columns.items()
+        if name in features
+    }
     for name, cells in given.items():
         if said and features[name].sparse and (line := _said_of_unknown(reader, features[name], cells)):
             tell(said, line)

@@ -194,7 +194,8 @@ def _require_same_model(before: Contents, now: Contents) -> None:
     def said(of: Contents) -> dict[str, object]:
         about, schema = of.about, of.about.schema
         features = {
-            feature.name: (feature.owner, feature.kind, feature.table, feature.width) for feature in schema.features
+            feature.name: (feature.owner, feature.kind, feature.table, feature.width, feature.version)
+            for feature in schema.features
         }
         return {
             "model": about.model,
@@ -295,6 +296,7 @@ def _written(staging: Path, contents: Contents, files: Mapping[str, Any]) -> Ent
         entries |= writer.write_tables(staging, about, number, len(names), rows)
     entries |= writer.write_vocabularies(staging, about, contents.vocabularies)
     entries |= writer.write_columns(staging, contents.columns)
+    entries |= writer.write_projections(staging, about, contents.projections)
     for number, shard in enumerate(contents.shards):
         entries |= writer.write_items(staging, about, number, len(contents.shards), shard)
     return entries | writer.write_ids(staging, about, contents.raw_ids, contents.titles)

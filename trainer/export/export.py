@@ -36,7 +36,7 @@ from logitmix.serving.directory.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, items_of
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes
 from logitmix.trainer.data.columns import Column
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.dataset import Dataset, encoders_of, load_dataset
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
 from logitmix.trainer.export.card import Facts, read_facts, write_card
@@ -91,6 +91,8 @@ class DatasetItems:
     """The values of a table of features by row, null for unknown."""
     columns: Mapping[str, FilterColumn] = field(default_factory=dict)
     """Those that requests can filter by."""
+    projections: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Of features of texts."""
 
 
 def export(
@@ -149,8 +151,10 @@ def export(
             model.config.model, source, model.num_items, exclude_history, schema, item_cache, precision, kinds
         )
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset), model)
+        encoders = encoders_of(dataset.path, schema).items()
+        projections = {name: of.projection for name, of in encoders if of.projection is not None}
         of_dataset = DatasetItems(
-            dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary, columns
+            dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary, columns, projections
         )
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
         if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
@@ -372,6 +376,8 @@ def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
         for name in names
     }
     entries = writer.write_vocabularies(staging, about, vocabularies) | writer.write_columns(staging, dataset.columns)
+    projections = {name: torch.from_numpy(of) for name, of in dataset.projections.items()}
+    entries |= writer.write_projections(staging, about, projections)
     column = dataset.titles()
     shown = None if column is None else texts_of(column)
     raw_ids = in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")

@@ -237,6 +237,8 @@ def _features(tower: Tower) -> dict[str, list[str]]:
 
 def _said(feature: Feature) -> str:
     about = f" of table {feature.table}" if feature.sparse else f", {feature.width} wide" if feature.form.wide else ""
+    if feature.encoder:
+        about += f", by {feature.encoder} {feature.version}"
     return f"{feature.name} ({feature.kind}{about})"
 
 

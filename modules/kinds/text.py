@@ -1,0 +1,193 @@
+"""Kind text: a linear map of the vector that an encoder makes of a text.
+
+The encoder "ngrams" is latent semantic analysis of hashed n-grams: each word, up to its LONGEST_WORD characters, and
+its runs of 3 to 5 characters, borders included, have one of BUCKETS by their CRC-32. A row of a sparse matrix has a
+text's counts times ln((1 + texts) / (1 + texts that have it)) + 1, with norm 1. Of its truncated SVD (Halko et al.
+2011), the right singular vectors times these weights are the *projection* [BUCKETS, W]. The sum of its rows for a
+text's n-grams, with norm 1, is the text's vector, also of a text that comes later. Other encoders are those of plugins,
+entries of TEXT_ENCODERS.
+
+Axes: N texts, W width of their vectors, S n-grams of all texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+
+from logitmix.common.mappings import first_line, nearest
+from logitmix.common.plugins import Registry, require_plugins
+
+from .base import SourceColumn
+from .vector import Vector
+from .words import words_of
+
+if TYPE_CHECKING:
+    from ..schema import Feature
+
+NGRAMS = "ngrams"
+TEXT_ENCODERS = Registry[Callable[[list[str]], Any]]("encoder of texts", {})
+"""Beside "ngrams": functions of a list of N texts that return their vectors, numbers [N, W]."""
+BUCKETS, WIDTH, LENGTHS, LONGEST_WORD = 2**15, 64, (3, 4, 5), 64
+FITTED_CHARACTERS = 2**23
+"""Of texts that have more, every second, third, … one is fitted."""
+AT_ONCE = 2**10
+"""Texts given to an encoder at once."""
+_OVERSAMPLED, _ITERATIONS, _LEAST = 16, 4, 1e-4
+
+
+class Text(Vector):
+    of_texts = True
+
+    def read(self, column: SourceColumn) -> Any:
+        return column.text_vectors()
+
+    def in_request(self, feature: Feature) -> str:
+        return f"text, or its {feature.width} numbers"
+
+    def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], Any]) -> list[float]:
+        if not isinstance(value, str):
+            return super().cell(feature, value, row_of)
+        return super().cell(feature, row_of(value) if value.strip() else None, row_of)
+
+
+@dataclass(frozen=True, eq=False)
+class TextEncoder:
+    """What makes the vectors of a feature's texts."""
+
+    name: str
+    """NGRAMS or an entry of TEXT_ENCODERS."""
+    version: str
+    """The first digits of the projection's SHA-256, or the plugin and its version."""
+    width: int = 0
+    """W; 0 before the first texts of a plugin's encoder."""
+    projection: np.ndarray | None = None
+    """float32 [BUCKETS, W] of n-grams."""
+
+    @classmethod
+    def fit(cls, name: str, texts: Sequence[str]) -> TextEncoder:
+        """For the distinct texts of a dataset. ValueError if there is no encoder of this name."""
+        if name == NGRAMS:
+            projection = fit_projection(texts)
+            return cls(name, sha256(projection.tobytes()).hexdigest()[:16], projection.shape[1], projection)
+        if name not in TEXT_ENCODERS:
+            there = ", ".join([NGRAMS, *TEXT_ENCODERS])
+            raise ValueError(
+                f"no encoder of texts named {name!r:.80}{nearest(name, [NGRAMS, *TEXT_ENCODERS])}; there are: {there}, "
+                "and those of plugins: --import FILE.py"
+            )
+        plugin = TEXT_ENCODERS.plugins[name]
+        return cls(name, f"{plugin.name} {plugin.version}")
+
+    @classmethod
+    def of(cls, feature: Feature, projection: np.ndarray | None) -> TextEncoder:
+        """That of a feature of a dataset or an export."""
+        return cls(feature.encoder, feature.version, feature.width, projection)
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [N, W]. ValueError if it is a plugin's that this process lacks, or returns anything else."""
+        if self.projection is not None:
+            return encode(texts, self.projection)
+        found, width = list[np.ndarray](), self.width
+        for start in range(0, len(texts), AT_ONCE):
+            some = list(texts[start : start + AT_ONCE])
+            found.append(self._checked(some, width))
+            width = found[-1].shape[1]
+        return np.concatenate(found) if found else np.empty((0, width), np.float32)
+
+    @cached_property
+    def _function(self) -> Callable[[list[str]], Any]:
+        plugin, _, version = self.version.rpartition(" ")
+        require_plugins({plugin: version}, f"the encoder of texts {self.name}")
+        if self.name not in TEXT_ENCODERS:
+            raise ValueError(f"the plugin {plugin} has no encoder of texts {self.name!r}, which it had")
+        return TEXT_ENCODERS.find(self.name)
+
+    def _checked(self, texts: list[str], width: int) -> np.ndarray:
+        what, function = f"the encoder of texts {self.name}", self._function
+        try:
+            given = np.asarray(function(texts))
+            with np.errstate(over="ignore"):
+                vectors = given.astype(np.float32) if given.dtype.kind in "iuf" else None
+        except Exception as error:
+            raise ValueError(
+                f"{what} failed for {len(texts)} texts: {type(error).__name__}: {first_line(error)}"
+            ) from None
+        if vectors is None or vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1]:
+            raise ValueError(
+                f"{what} returned {given.dtype} of shape {list(given.shape)} for {len(texts)} texts; it must return "
+                f"numbers of shape [{len(texts)}, width]"
+            )
+        if vectors.shape[1] != (width or vectors.shape[1]):
+            raise ValueError(f"{what} returned vectors of {vectors.shape[1]} numbers, and before of {width}")
+        if len(wrong := np.flatnonzero(~np.isfinite(vectors).all(1))):
+            raise ValueError(f"{what} returned numbers that are not finite for the text {texts[wrong[0]]!r:.40}")
+        return vectors
+
+
+@lru_cache(2**16)
+def _ngrams_of_word(word: str) -> list[int]:
+    padded = f"<{word}>"
+    runs = (padded[at : at + size] for size in LENGTHS for at in range(len(padded) - size + 1) if size < len(padded))
+    return [crc32(run.encode("utf-8", "surrogatepass")) % BUCKETS for run in chain([padded], runs)]
+
+
+def ngrams_of(text: str) -> list[int]:
+    """The buckets of a text's n-grams."""
+    return [bucket for word in words_of(text) for bucket in _ngrams_of_word(word[:LONGEST_WORD])]
+
+
+def fit_projection(texts: Sequence[str]) -> np.ndarray:
+    """The projection of distinct texts, float32 [BUCKETS, W]: the same for the same texts, up to rounding on another
+    processor. W is WIDTH, or less where the texts differ in fewer directions. Memory is that of a sparse matrix of at
+    most FITTED_CHARACTERS."""
+    import torch
+
+    texts = texts[:: 1 + sum(map(len, texts)) // FITTED_CHARACTERS]
+    parts = [np.unique(np.array(ngrams_of(text), np.int64), return_counts=True) for text in texts]
+    rows = np.repeat(np.arange(len(parts)), [len(buckets) for buckets, _ in parts])
+    if not len(rows):
+        return np.zeros((BUCKETS, 1), np.float32)
+    buckets, counts = (np.concatenate(of) for of in zip(*parts, strict=True))
+    weight = np.log((1 + len(texts)) / (1 + np.bincount(buckets, minlength=BUCKETS))) + 1
+    values = counts * weight[buckets]
+    values /= np.sqrt(np.bincount(rows, values**2, len(texts)))[rows]
+    indices = torch.from_numpy(np.stack([rows, buckets]))
+    matrix = torch.sparse_coo_tensor(
+        indices, torch.from_numpy(values.astype(np.float32)), (len(texts), BUCKETS),
+        is_coalesced=True, check_invariants=True,
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    try:
+        # The order of sums, and so the bits, depend on their number.
+        torch.set_num_threads(1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            count = min(WIDTH + _OVERSAMPLED, len(texts))
+            _, singular, right = torch.svd_lowrank(matrix, count, _ITERATIONS)
+    finally:
+        torch.set_num_threads(threads)
+    kept = (singular > _LEAST * singular[0])[:WIDTH]
+    return (right[:, :WIDTH][:, kept].numpy() * weight[:, None]).astype(np.float32)
+
+
+def encode(texts: Sequence[str], projection: np.ndarray) -> np.ndarray:
+    """The vectors of texts, float32 [N, W]: of norm 1, or zero for one without a known n-gram."""
+    import torch
+    from torch.nn import functional as F
+
+    table, found = torch.from_numpy(projection), [np.empty((0, projection.shape[1]), np.float32)]
+    for start in range(0, len(texts), AT_ONCE):
+        lists = [ngrams_of(text) for text in texts[start : start + AT_ONCE]]
+        offsets = torch.tensor([0, *accumulate(map(len, lists))])
+        bucket_S = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64)
+        sums = F.embedding_bag(bucket_S, table, offsets, mode="sum", include_last_offset=True)
+        found.append(F.normalize(sums).numpy())
+    return np.concatenate(found)
