@@ -20,6 +20,8 @@ HISTORY := item-0000,item-0001,item-0002
 
 # torchx starts the python that it finds here.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# The tests start some hundred processes, each of which would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install train test quick lint docs soak gpu
 .DELETE_ON_ERROR:
@@ -64,10 +66,10 @@ train: install data/demo/dataset.json
 data/demo/dataset.json: | install
 	logitmix prepare demo --out data/demo
 
-# Three processes for two cores, because some tests wait. Each gets a file at a time, in order, so that what a file's
-# tests share is made once.
+# Four processes for two cores, because half of a test's time is waiting. Each gets a file at a time, in order, so that
+# what a file's tests share is made once.
 test: lint
-	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 3 --dist loadfile --no-loadscope-reorder)
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 4 --dist loadfile --no-loadscope-reorder)
 
 quick: install
 	pytest -m quick --hypothesis-profile quick --durations 10
