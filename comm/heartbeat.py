@@ -1,8 +1,9 @@
 """Signs of life of all ranks, so that a rank that waits in vain can say for whom.
 
 A thread of each rank counts up its entry in the group's store. When a collective has timed out, the ranks whose entries
-stand still are stopped, hung or gone. Their clocks need not agree. Where ranks may wait for each other without a time
-limit, each also watches the next one.
+stand still are stopped or gone. If there are none, those that have begun fewer collectives than others hang, and their
+entries say where. The ranks' clocks need not agree. Where ranks may wait for each other without a time limit, each also
+watches the next one.
 """
 
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -31,6 +33,8 @@ NAMING = 30.0
 """Seconds in which a rank that has been silent for too long is named, on a busy host too: two INTERVALs to notice it,
 LISTENS and twice ANSWERS."""
 
+OURS = __name__.partition(".")[0] + "."
+
 
 class Heartbeat:
     """This rank's signs of life, from `start` to `stop`, and those of the others. One rank needs none."""
@@ -39,21 +43,27 @@ class Heartbeat:
         """`store`: a connection of its own, for the process group waits in the one that it has. `first_host`: the host
         of rank 0."""
         self.store, self.rank, self.world_size, self.first_host = store, rank, world_size, first_host
+        self.begun: Callable[[], int] = lambda: 0
+        """How many collectives this rank has begun."""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._watcher: threading.Thread | None = None
         self._beats = 0
         self._since = 0
         """Beats of this rank since the last one of the rank that it watches."""
+        self._behind = 0
+        """Beats of this rank for which the one that it watches has begun fewer collectives, and no new one."""
 
-    def start(self, lost: Callable[[str], object] | None = None, silent: float | None = None) -> None:
+    def start(
+        self, lost: Callable[[str], object] | None = None, silent: float | None = None, hung: float = SILENT
+    ) -> None:
         """`lost` is called, in a thread, with a line that names a rank that has given no sign for `silent` seconds, or
-        for SILENT."""
+        for SILENT, or that has held up others for `hung` seconds."""
         if self.store:
             self._thread = threading.Thread(target=self._beat, args=(self.store,), name="heartbeat", daemon=True)
             self._thread.start()
             if lost:
-                watched = (lost, SILENT if silent is None else silent)
+                watched = (lost, SILENT if silent is None else silent, hung)
                 self._watcher = threading.Thread(target=self._watch, args=watched, name="watch", daemon=True)
                 self._watcher.start()
 
@@ -89,30 +99,51 @@ class Heartbeat:
         hosts = sorted({after[rank].split()[0] for rank in silent if after[rank]})
         return f"{ranks} (on {', '.join(hosts)}) gave no sign of life for {max(seconds, LISTENS):g} s"
 
+    def who_is_behind(self) -> str:
+        """Of living ranks, those that have begun the fewest collectives, and where they are, for a sentence; "" if all
+        have begun as many, or nobody can tell."""
+        entries = self._entries(self.store) if self.store else None
+        if not entries or not all(entries.values()):
+            return ""
+        begun = {rank: _begun(entry) for rank, entry in entries.items()}
+        least, most = min(begun.values()), max(begun.values())
+        return "; ".join(
+            f"rank {rank} (on {entry.split()[0]}) gives signs of life, but has not come so far: "
+            f"it is in {entry.split(maxsplit=5)[5]}"
+            for rank, entry in entries.items()
+            if begun[rank] == least < most
+        )
+
     def _beat(self, store: dist.Store) -> None:
-        watched, before = f"alive/{(self.rank + 1) % self.world_size}", b""
+        watched, before = f"alive/{(self.rank + 1) % self.world_size}", ""
         with suppress(RuntimeError):  # the store is gone, and so is the job
             while not self._ended.is_set():
-                store.set(f"alive/{self.rank}", f"{socket.gethostname()} {os.getpid()} {os.getppid()} {self._beats}")
+                begun, place = self.begun(), _place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+                of_process = f"{socket.gethostname()} {os.getpid()} {os.getppid()}"
+                store.set(f"alive/{self.rank}", f"{of_process} {self._beats} {begun} {place}")
                 if self._watcher and store.check([watched]):
-                    last, before = before, store.get(watched)
+                    last, before = before, store.get(watched).decode()
                     self._since = self._since + 1 if before == last else 0
+                    stands = last and _begun(last) == _begun(before) < begun
+                    self._behind = self._behind + 1 if stands else 0
                 self._beats += 1
                 self._ended.wait(INTERVAL)
             return
         self._ended.set()
 
-    def _watch(self, lost: Callable[[str], object], silent: float) -> None:
+    def _watch(self, lost: Callable[[str], object], silent: float, hung: float) -> None:
         # Signs are counted, not seconds: after a pause of all ranks, none is missing.
         before, stuck, patience = -1, 0, silent / INTERVAL
         while not self._ended.wait(INTERVAL):
             stuck, before = stuck + 1 if self._beats == before else 0, self._beats
-            if max(stuck, self._since) < patience:
-                continue
-            if missing := self.who_is_missing(silent):
+            if max(stuck, self._since) >= patience:
+                missing = self.who_is_missing(silent)
+                stuck = self._since = 0
+            else:
+                missing = self.who_is_behind() if self._behind >= hung / INTERVAL else ""
+            if missing:
                 lost(f"rank {self.rank} waits for the others no longer: {missing}")
                 return
-            stuck = self._since = 0
 
     def _entries(self, store: dist.Store) -> dict[int, str] | None:
         """Every rank's entry, "" where it has none; None if the store does not answer: the thread that waits for a
@@ -131,9 +162,23 @@ class Heartbeat:
         return found if len(found) == self.world_size else None
 
 
+def _begun(entry: str) -> int:
+    return int(entry.split(maxsplit=5)[4])
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """The innermost of this project's functions that a thread is in."""
+    while frame:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(OURS):
+            return f"{frame.f_code.co_name} ({module}:{frame.f_lineno})"
+        frame = frame.f_back
+    return "other code"
+
+
 def _kill(entry: str) -> None:
     """Ends the process of an entry, if it runs on this host under this process's launcher."""
-    host, pid, parent, _ = (entry or "- 0 0 0").split()
+    host, pid, parent = (entry or "- 0 0").split()[:3]
     if sys.platform != "linux" or host != socket.gethostname() or int(parent) != os.getppid():
         return
     with suppress(OSError, ValueError):

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
@@ -84,7 +85,7 @@ def process_group(
     patience = max(timeout_seconds, SILENT)
     if silent is None and chosen.type == "cuda":
         silent = patience
-    heartbeat.start(None if silent is None else lost, silent)
+    heartbeat.start(None if silent is None else lost, silent, patience)
     try:
         # By itself, another thread of NCCL's ends a process whose watchdog stands still for 8 minutes, as it does while
         # the device waits in a call to CUDA.
@@ -112,7 +113,12 @@ def process_group(
             assert group is not None
             if chosen.type == "cuda":
                 limit_waiting(group, chosen, timeout_seconds)
-            yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
+            if place.world_size > 1:
+                heartbeat.begun = partial(_begun, group, chosen)
+            try:
+                yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
+            finally:  # and lets go of the group
+                heartbeat.begun = partial(int, heartbeat.begun())
             dist.destroy_process_group()
     except BaseException as error:
         why = _lost(error, place.rank, timeout_seconds, heartbeat)
@@ -146,6 +152,11 @@ def _nccl_seconds(timeout_seconds: int) -> int:
     return int(max(timeout_seconds, SILENT) + NAMING)
 
 
+def _begun(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many of the group's collectives this rank has begun."""
+    return sum(_backend(group, of)._get_sequence_number_for_group() for of in {torch.device("cpu"), device})
+
+
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What runs the group's collectives on a device."""
     return group._get_backend(device)
@@ -157,7 +168,8 @@ def _lost(error: BaseException, rank: int, seconds: int, heartbeat: Heartbeat) -
     if not isinstance(error, RuntimeError) or isinstance(error, LostRank):
         return ""
     if any(sign in said for sign in _TIMEOUT):
-        missing = heartbeat.who_is_missing() or "all ranks are alive, so one of them hangs or is too slow"
+        missing = heartbeat.who_is_missing() or heartbeat.who_is_behind()
+        missing = missing or "all ranks are alive, so one of them hangs or is too slow"
         return f"rank {rank} waited {seconds} s for the others (comm.timeout_seconds): {missing}"
     if any(sign in said for sign in _CLOSED):
         return f"rank {rank} lost the connection to another rank"

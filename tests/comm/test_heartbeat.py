@@ -1,6 +1,7 @@
 """Who is missing, from signs of life in a store."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -101,6 +103,31 @@ def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_living_rank_that_others_wait_for_is_named_though_nobody_asks(beats: list[Heartbeat], hangs: bool) -> None:
+    """It has begun fewer collectives than the others, and begins no other; one that comes late is waited for."""
+    said: list[str] = []
+    late = iter(range(3, 1_000_000))
+    beats[0].begun = beats[2].begun = lambda: 1_000_000
+    beats[1].begun = lambda: 2 if hangs else next(late)
+    for each in beats:
+        each.start(said.append, 60.0, 0.5)
+    until = time.monotonic() + (60 if hangs else 1.5)
+    while not said and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(said) == hangs
+    for line in said:
+        assert re.fullmatch(r"rank 0 waits for the others no longer: rank 1 \(on \S+\) gives signs of life, .*", line)
+
+
+def test_where_a_rank_is_is_said_by_this_projects_functions() -> None:
+    scope: dict[str, Any] = {"__name__": "logitmix.trainer.data.example"}
+    exec("def read(ask):\n    return ask()", scope)
+    assert heartbeat._place_of(scope["read"](lambda: sys._getframe())) == "read (logitmix.trainer.data.example:2)"
+    assert heartbeat._place_of(None) == "other code"
+
+
+@pytest.mark.long
 def test_a_store_that_stops_is_noticed_though_nobody_asks(
     beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +183,7 @@ def test_a_silent_rank_of_this_launcher_is_killed(
     alone."""
     silent = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(heartbeat.os, "getppid", lambda: os.getpid() if ours else 1)
-    store.set("alive/1", f"{heartbeat.socket.gethostname()} {silent.pid} {os.getppid()} 7")
+    store.set("alive/1", f"{heartbeat.socket.gethostname()} {silent.pid} {os.getppid()} 7 0 other code")
     one = Heartbeat(store, 0, 2)
     assert one.who_is_missing().startswith("rank 1 (on ")
     time.sleep(0.1)

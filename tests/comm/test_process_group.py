@@ -17,7 +17,7 @@ import two_ranks
 
 from logitmix.comm import heartbeat
 from logitmix.comm import process_group as module
-from logitmix.comm.collectives import agreed, barrier
+from logitmix.comm.collectives import agreed, barrier, on_all_ranks
 from logitmix.comm.heartbeat import Heartbeat
 from logitmix.comm.process_group import LAUNCHER_VARIABLES, LostRank, process_group
 from logitmix.launch.processes import held_port
@@ -212,15 +212,18 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_process(
         def _set_default_timeout(self, limit: timedelta) -> None:
             limits["nccl"] = limit.total_seconds()
 
+        def _get_sequence_number_for_group(self) -> int:
+            return 0
+
     def started(backend: str, timeout: timedelta, **options: Any) -> None:
         limits[backend] = timeout.total_seconds()
         limits["the watchdog itself"] = float(os.environ[STANDS_STILL])
         start("gloo", timeout=timeout, **options)
 
-    def watched(self: Heartbeat, lost: Any, silent: float | None) -> None:
+    def watched(self: Heartbeat, lost: Any, silent: float | None, hung: float) -> None:
         limits["watcher"] = silent or 0.0
-        assert lost is print
-        watch(self, lost, silent)
+        assert lost is print and hung == silent
+        watch(self, lost, silent, hung)
 
     monkeypatch.setattr(dist, "init_process_group", started)
     monkeypatch.setattr(module, "_backend", lambda group, device: Backend())
@@ -244,12 +247,12 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_process(
 
 def test_where_gloo_raises_errors_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr(Heartbeat, "start", lambda self, lost, silent: told.append((lost, silent)))
+    monkeypatch.setattr(Heartbeat, "start", lambda self, lost, silent, hung: told.append((lost, silent, hung)))
     with process_group("cpu", TIMEOUT_SECONDS, lost=print):
         pass
     with process_group("cpu", 24 * 3600, None, print, 30.0):
         pass
-    assert told == [(None, None), (print, 30.0)]
+    assert told == [(None, None, TIMEOUT_SECONDS), (print, 30.0, 24 * 3600)]
 
 
 def take_part(rank: int, port: int, attempt: int, answers: "Queue[Any]") -> None:
@@ -334,3 +337,29 @@ def test_a_stopped_rank_is_named_where_others_wait_without_a_limit(tmp_path: Pat
         assert [process.exitcode for process in processes] == [LOST, -signal.SIGKILL]
         said = (outputs / "0.1").read_text()
     assert said.startswith(f"rank 0 waits for the others no longer: rank 1 (on {socket.gethostname()}) gave no sign of")
+
+
+def hold_up(named: Path) -> str:
+    """Rank 1 comes late to a collective, and lives."""
+
+    def act() -> None:
+        while ranks.rank == 1 and not named.exists():
+            time.sleep(0.1)
+
+    try:
+        with process_group("cpu", 2) as ranks:
+            barrier(ranks)
+            on_all_ranks(act, ranks)
+    except LostRank as lost:
+        named.touch()
+        return str(lost)
+    return ""
+
+
+def test_a_living_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    """And what it does."""
+    line = two_ranks.run(hold_up, tmp_path / "named")[0]
+    rank, place = line.removesuffix(")").split(": ", 1)[1].split(": it is in ")
+    assert line.startswith("rank 0 waited 2 s for the others (comm.timeout_seconds): ")
+    assert rank == f"rank 1 (on {socket.gethostname()}) gives signs of life, but has not come so far"
+    assert place.startswith("_outcome (logitmix.comm.collectives:")
