@@ -8,9 +8,10 @@
 genres and year, and exported; `update-items` adds the cold items from their features alone. Then each action on a cold
 item is a request: its user's earlier warm items are the history, and all other items compete, warm and cold. HR@50 of
 the model is compared with that of a random order (50 of the competing items), of popularity by genre (the mean number
-of actions of warm items over an item's genres; the same for all users), and of the user's own genres (cosine of the
-history's counts of genres with the item's). `--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without
-it, it is downloaded. Of demo-features, the items' features are taken as they are, and chance alone is the baseline.
+of actions of warm items over an item's genres; the same for all users), of the user's own genres (cosine of the
+history's counts of genres with the item's), and of the user's own titles (the same of the sum of their vectors).
+`--source` (or LOGITMIX_REAL_DATA) is the folder with ml-100k.zip; without it, it is downloaded. Of demo-features, the
+items' features are taken as they are, and chance alone is the baseline.
 Beside it stand the test metrics of the known items.
 
 Of demo-shop, whose items come week after week, the purchases of the last tenth of the time are the test part: HR@50 of
@@ -36,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine, spread
+from logitmix.modules.kinds.text import NGRAMS, TextEncoder
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.config import DataConfig
@@ -250,10 +252,16 @@ def _baselines(dataset: Dataset, cold: np.ndarray, questions: list[Question]) ->
     of_genre = genres.T @ actions / np.maximum(genres.T @ ~cold, 1)
     popularity = genres @ of_genre / np.maximum(genres.sum(1), 1)
     length = np.maximum(np.sqrt(genres.sum(1)), 1)
-    hits = {"popularity by genre": 0.0, "the user's genres": 0.0}
+    column = dataset.title_column()
+    assert column is not None
+    titles = [title or "" for title in column.to_pylist()]
+    encoder = TextEncoder.fit(NGRAMS, sorted({title for title, of in zip(titles, cold, strict=True) if not of}))
+    vectors = encoder(titles)
+    hits = {"popularity by genre": 0.0, "the user's genres": 0.0, "the user's titles": 0.0}
     for question in questions:
         of_user = genres[question.history].sum(0)
-        for method, score_X in (("popularity by genre", popularity), ("the user's genres", genres @ of_user / length)):
+        scores = (popularity, genres @ of_user / length, vectors @ vectors[question.history].sum(0))
+        for method, score_X in zip(hits, scores, strict=True):
             score_X = score_X.copy()
             score_X[question.history] = -np.inf
             hits[method] += _hit(score_X, question.target)
