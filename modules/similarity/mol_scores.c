@@ -27,11 +27,44 @@ typedef struct {
     float *score_P;
 } Scores;
 
-enum { BLOCK = 24 };
+enum { BLOCK = 24, TURN = 256 };
+
+/* Calls score(work, b, from, stop) for all pairs first..last, those of several queries in turns: TURN of the first one,
+   then of each other those whose items come no later. So where candidates ascend, rows that are candidates of several
+   queries, and the addresses of memory's pages, are still in the caches for the next one. The scores do not depend on
+   the order. -1 for want of memory. */
+static int in_turns(
+    const Scores *q, int64_t first, int64_t last, void *work, void (*score)(void *, int64_t, int64_t, int64_t)
+);
 
 #define SOURCE "similarity/mol_scores.c"
 #define WITH_INT8
 #include "../tiles.h"
+
+static int in_turns(
+    const Scores *q, int64_t first, int64_t last, void *work, void (*score)(void *, int64_t, int64_t, int64_t)
+) {
+    if (first >= last) return 0;
+    int64_t b = 0, end = 1;
+    while (q->bound_B[b + 1] <= first) b++;
+    while (q->bound_B[end] < last) end++;
+    int64_t *next_B = malloc((size_t)end * sizeof(int64_t));
+    if (!next_B) return -1;
+    for (int64_t of = b; of < end; of++) next_B[of] = MAX(first, q->bound_B[of]);
+    for (; b < end; b++)
+        while (next_B[b] < MIN(last, q->bound_B[b + 1])) {
+            int64_t furthest = 0;
+            for (int64_t of = b; of < end; of++) {
+                int64_t from = next_B[of], stop = from, most = MIN(last, q->bound_B[of + 1]);
+                if (of == b) stop = MIN(from + TURN, most), furthest = q->item_P[stop - 1];
+                while (of > b && stop < most && q->item_P[stop] <= furthest) stop++;
+                if (stop > from) score(work, of, from, stop);
+                next_B[of] = stop;
+            }
+        }
+    free(next_B);
+    return 0;
+}
 
 /* Whether the machine has a level: those of level_of_machine, and 5, products of INT8 numbers. */
 int mol_scores_has(int level) {
@@ -298,24 +331,26 @@ static void FN(block)(WORK *w, const int64_t *item_N, int64_t N, int64_t ahead, 
     }
 }
 
+/* Pairs first..last, all of query b. */
+static void FN(pairs)(void *work, int64_t b, int64_t first, int64_t last) {
+    WORK *w = work;
+    const Scores *q = w->q;
+    FN(load_query)(w, b);
+    for (int64_t N; first < last; first += N) {
+        N = MIN(BLOCK, last - first);
+        FN(block)(w, q->item_P + first, N, MIN(N, last - first - N), q->score_P + first);
+    }
+}
+
 static int FN(run)(const Scores *q, int64_t first, int64_t last) {
     WORK w = {.q = q};
     void *memory = calloc(1, FN(layout)(&w, 0) + 64);
     if (!memory) return -1;
     FN(layout)(&w, UP((uintptr_t)memory, 64));
     FN(load_cross_gate)(&w);
-    int64_t b = 0;
-    while (first < last) {
-        while (q->bound_B[b + 1] <= first) b++;
-        FN(load_query)(&w, b);
-        for (int64_t end = MIN(last, q->bound_B[b + 1]); first < end;) {
-            int64_t N = MIN(BLOCK, end - first);
-            FN(block)(&w, q->item_P + first, N, MIN(N, last - first - N), q->score_P + first);
-            first += N;
-        }
-    }
+    int failed = in_turns(q, first, last, &w, FN(pairs));
     free(memory);
-    return 0;
+    return failed;
 }
 
 #undef WORK

@@ -258,23 +258,25 @@ static void block_int8(Int8Work *w, const int64_t *item_N, const int64_t *next_N
     }
 }
 
+/* Pairs first..last, all of query b. */
+static void pairs_int8(void *work, int64_t b, int64_t first, int64_t last) {
+    Int8Work *w = work;
+    const Scores *q = w->q;
+    load_query_int8(w, b);
+    for (int64_t N; first < last; first += N) {
+        N = MIN(AT_ONCE, last - first);
+        const int64_t *item_N = q->item_P + first;
+        block_int8(w, item_N, last - first >= 2 * N ? item_N + N : item_N, N, q->score_P + first);
+    }
+}
+
 static int run_int8(const Scores *q, int64_t first, int64_t last) {
     Int8Work w = {.q = q};
     void *memory = calloc(1, layout_int8(&w, 0) + 64);
     if (!memory) return -1;
     layout_int8(&w, UP((uintptr_t)memory, 64));
     load_cross_gate_int8(&w);
-    int64_t b = 0;
-    while (first < last) {
-        while (q->bound_B[b + 1] <= first) b++;
-        load_query_int8(&w, b);
-        for (int64_t end = MIN(last, q->bound_B[b + 1]); first < end;) {
-            int64_t N = MIN(AT_ONCE, end - first);
-            const int64_t *item_N = q->item_P + first;
-            block_int8(&w, item_N, last - first >= 2 * N ? item_N + N : item_N, N, q->score_P + first);
-            first += N;
-        }
-    }
+    int failed = in_turns(q, first, last, &w, pairs_int8);
     free(memory);
-    return 0;
+    return failed;
 }

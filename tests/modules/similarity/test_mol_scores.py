@@ -1,6 +1,7 @@
 """The fused scores of a mixture of logits against the similarity in plain torch. Axes as in mol_scores.py."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -215,6 +216,34 @@ def test_a_score_depends_on_its_pair_alone(stored: str, monkeypatch: pytest.Monk
         torch.set_num_threads(threads)
     some = torch.tensor([4999, 17, 17, 2600])
     assert torch.equal(mol_scores(query, item, mol.pair_parameters(), some, [0, 4]), whole[some])
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("stored", ["FP32", "INT8"])
+def test_queries_that_are_scored_in_turns(stored: str, is_sorted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the candidates of each, by several threads."""
+    mol = mol_of(8, 8, 32, 16)
+    query, item = sides_of(mol, 5, 900)
+    if stored == "INT8":
+        query, item, _ = in_8_bits(query, item)
+    item_P, bounds = candidates([700, 0, 300, 1500, 9], 900)
+    lists = [item_P[first:last] for first, last in pairwise(bounds)]
+    if is_sorted:
+        lists = [of.sort().values for of in lists]
+    each = [
+        mol_scores(tuple(part[b : b + 1] for part in query), item, mol.pair_parameters(), some, [0, len(some)])
+        for b, of in enumerate(lists)
+        for some in of.split(100)
+    ]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(module, "_PAIRS", 800)
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            found = mol_scores(query, item, mol.pair_parameters(), torch.cat(lists), bounds)
+            assert torch.equal(found, torch.cat(each))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
