@@ -214,9 +214,8 @@ class Ranker:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query, and `may` those that are
         not."""
         device, similarity = self.items.device, self._tower.similarity
-        row_T = torch.tensor([row for row, items in enumerate(without) for _ in items], dtype=torch.int64).to(device)
         # UNKNOWN is no item's index, so it excludes nothing.
-        item_T = torch.tensor([item for items in without for item in items], dtype=torch.int64).to(device)
+        row_T, item_T = (torch.from_numpy(of).to(device) for of in _flat(without))
         best_BK = torch.full((len(without), k), NOTHING, device=device)
         rows_of: dict[Allowed, list[int]] = {}
         for row, of in enumerate(may):
@@ -246,17 +245,14 @@ class Ranker:
         find all."""
         if not any(without) and all(of is None for of in (*allowed, *may)):
             return [None] * len(self.corpora)
-        rows: list[list[np.ndarray]] = [[] for _ in self.corpora]
-        for some, out, also in zip(allowed, without, may, strict=True):
-            for of_part, (start, corpus) in zip(rows, self.corpora, strict=True):
-                bits = _bits(some, out, start, corpus.num_items)
+        found: list[Tensor | None] = []
+        for start, corpus in self.corpora:
+            bits_BN = _bits(allowed, without, start, corpus.num_items)
+            for bits_N, also in zip(bits_BN, may, strict=True):
                 if also is not None:
-                    bits &= also.part(start, corpus.num_items)
-                of_part.append(bits)
-        return [
-            torch.from_numpy(np.stack(of_part)).to(corpus.blocks.device)
-            for of_part, (_, corpus) in zip(rows, self.corpora, strict=True)
-        ]
+                    bits_N &= also.part(start, corpus.num_items)
+            found.append(torch.from_numpy(bits_BN).to(corpus.blocks.device))
+        return found
 
 
 def _joined(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -283,22 +279,31 @@ def _of_rows(query: Sides, rows: list[int]) -> Sides:
     return each(query, lambda part: part[rows])
 
 
-def _bits(only: list[int] | None, without: list[int], start: int, count: int) -> np.ndarray:
-    """uint8 [count / 8], the lowest bit first: which of the items from `start` on are among `only` (None: all) and not
-    among `without`. Takes time for these and not for every item, of which there are many."""
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The row and the item of each entry of some lists of items, int64 [T]."""
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    items_T = np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum()))
+    return np.repeat(np.arange(len(lists)), lengths), items_T
 
-    def places(items: list[int]) -> np.ndarray:
-        place = np.array(items, np.int64) - start
-        return place[(place >= 0) & (place < count)]
 
-    bits = np.full(-(-count // 8), 255 if only is None else 0, np.uint8)
-    place = places(only or [])
-    np.bitwise_or.at(bits, place >> 3, _BIT[place & 7])
-    place = places(without)
-    np.bitwise_and.at(bits, place >> 3, ~_BIT[place & 7])
+def _bits(only: list[list[int] | None], without: list[list[int]], start: int, count: int) -> np.ndarray:
+    """uint8 [B, count / 8], the lowest bit first: which of the items from `start` on are, for each query, among `only`
+    (None: all) and not among `without`. Takes time for these and not for every item, of which there are many."""
+    bits_BN = np.empty((len(only), -(-count // 8)), np.uint8)
+    bits_BN[:] = np.array([[255 if items is None else 0] for items in only], np.uint8)
+
+    def change(do: np.ufunc, lists: Sequence[Sequence[int]], bit: np.ndarray) -> None:
+        row_T, place_T = _flat(lists)
+        place_T -= start
+        inside_T = (place_T >= 0) & (place_T < count)
+        row_T, place_T = row_T[inside_T], place_T[inside_T]
+        do.at(bits_BN, (row_T, place_T >> 3), bit[place_T & 7])
+
+    change(np.bitwise_or, [items or [] for items in only], _BIT)
+    change(np.bitwise_and, without, ~_BIT)
     if count % 8:
-        bits[-1] &= (1 << count % 8) - 1
-    return bits
+        bits_BN[:, -1] &= (1 << count % 8) - 1
+    return bits_BN
 
 
 def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:

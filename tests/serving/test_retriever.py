@@ -460,10 +460,11 @@ def test_bits_are_those_of_the_items_that_may_be_found(data: st.DataObject) -> N
     """Of a part of the corpus: -1, which is no item, and items of other parts change nothing."""
     start, count = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 40))
     items = st.lists(st.integers(-1, 70))
-    only, without = data.draw(st.none() | items), data.draw(items)
-    may = [(only is None or item in only) and item not in without for item in range(start, start + count)]
-    found = ranking._bits(only, without, start, count)
-    assert np.array_equal(found, np.packbits(may, bitorder="little"))
+    queries = data.draw(st.lists(st.tuples(st.none() | items, items), min_size=1, max_size=3))
+    found_BN = ranking._bits([only for only, _ in queries], [without for _, without in queries], start, count)
+    for (only, without), found_N in zip(queries, found_BN, strict=True):
+        may = [(only is None or item in only) and item not in without for item in range(start, start + count)]
+        assert np.array_equal(found_N, np.packbits(may, bitorder="little"))
 
 
 def test_processes_share_a_joined_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

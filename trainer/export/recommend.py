@@ -52,6 +52,8 @@ BLOCK = 2**10
 """Users of a part."""
 BATCH = 2**7
 """Users encoded and ranked at once."""
+LEAST = 500
+"""Items that stage 1 keeps at least, unless told otherwise."""
 SUFFIXES = (".parquet", ".csv")
 _JOB, _PART = "job.json", "{:07}.arrow"
 _SCHEMA = pa.schema([("of", pa.int64()), ("rank", pa.int32()), ("item", pa.int64()), ("score", pa.float32())])
@@ -119,7 +121,9 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     set_up_memory()
     torch.set_num_threads(threads)
     tell = say if ranks.rank == 0 else lambda line: None
-    retriever, options = Retriever.load(place), asked.options
+    retriever = Retriever.load(place)
+    asked = _with_stage_1(asked, retriever, tell)
+    options = asked.options
     dataset = None if asked.similar_items else load_dataset(asked.data)
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
@@ -164,6 +168,18 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
 
         on_all_ranks(work, ranks)
         return on_first_rank(lambda: _finish(asked, histories, retriever, blocks), ranks)
+
+
+def _with_stage_1(asked: Asked, retriever: Retriever, tell: Callable[[str], None]) -> Asked:
+    """What is asked, with how many items stage 1 keeps. By default they are fewer than those of a request, as all users
+    are answered; limits may take any number of items, so not with them."""
+    options, X = asked.options, retriever.num_items
+    if options.stage1 is not None or asked.limit or retriever.tower.hindexer is None:
+        return asked
+    kept = min(options.kept, max(LEAST, 5 * options.k, X // 10))
+    if kept < X:
+        tell(f"the h-indexer keeps {kept:,} of {X:,} items for each answer; --stage1 {X} ranks all by the similarity")
+    return replace(asked, options=replace(options, stage1=kept))
 
 
 def _folder(asked: Asked) -> Path:
@@ -387,7 +403,8 @@ class _OfUsers:
         at_T, row_T, item_T = (of[item_T != ABSENT] for of in (at_T, row_T, item_T))
         count_B = np.bincount(row_T, minlength=len(user_B))
         end_B = count_B.cumsum()
-        excluded = [of.tolist() if exclude else [] for of in np.split(item_T, end_B[:-1])]
+        items = item_T.tolist() if exclude else []
+        excluded = [items[end - count : end] for end, count in zip(end_B.tolist(), count_B.tolist(), strict=True)]
         length_B = np.minimum(count_B, L)
         place_T = ranges(end_B - length_B, length_B)
         with_history, without = (length_B > 0).nonzero()[0], (length_B == 0).nonzero()[0]

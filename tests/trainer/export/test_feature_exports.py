@@ -578,6 +578,26 @@ def test_similar_items_are_the_answer_to_an_item_alone(served: Path, tmp_path: P
     require_rows(tmp_path / "similar.csv", list(retriever.raw_ids), retriever.recommend(requests, 4))
 
 
+def test_stage_1_keeps_fewer_items_for_everyone(
+    run: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless told otherwise, or where limits may take any number of them."""
+    monkeypatch.setattr(recommend_module, "LEAST", 4)
+    export(run, tmp_path / "served", filterable=["brand"])
+    retriever, requests = Retriever.load(tmp_path / "served"), whole_requests(dataset)
+    limited: list[Request] = [{**of, "limit": {"brand": 1}} for of in requests]
+    cases: list[tuple[dict[str, Any], list[Request], int]] = [
+        ({}, requests, 10), ({"stage1": ITEMS}, requests, ITEMS), ({"limit": {"brand": 1}}, limited, ITEMS)
+    ]  # fmt: skip
+    for given, asked, kept in cases:
+        api.recommend(tmp_path / "served", tmp_path / "all.parquet", run.parent / "data", 2, **given)
+        expected = retriever.recommend(asked, 2, stage1=kept)
+        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
+        said = f"the h-indexer keeps 10 of {ITEMS} items for each answer; --stage1 {ITEMS} ranks all"
+        assert (said in capsys.readouterr().err) == (kept == 10)
+    assert retriever.recommend(requests, 2, stage1=10) != retriever.recommend(requests, 2)
+
+
 @pytest.mark.parametrize("stage1", [None, 20], ids=["one stage", "two stages"])
 def test_only_items_of_a_table_are_recommended(
     run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage1: int | None
