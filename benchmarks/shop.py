@@ -1,17 +1,21 @@
-"""The weekly job of a shop beside `implicit`: hit rates of known and of new items, and the time for all users.
+"""The weekly job of a shop beside `implicit` and RecTools: hit rates of known and of new items, and the time for all
+users.
 
     logitmix prepare demo-shop --out data/shop
     logitmix train auto --data.path data/shop --data.targets "event = purchase" --model.features all --run runs/shop
     pip install implicit==0.7.3
-    python -m benchmarks.shop runs/shop
+    python -m venv rectools && rectools/bin/pip install "rectools[torch]==0.19.0"
+    python -m benchmarks.shop runs/shop --rectools rectools/bin/python
 
 Every method has the run's training actions, ranks by its rules and is asked for the same purchases. `implicit` is
-fitted to purchases alone and to all actions, which its models do not tell apart; ALS has 64 factors. New items are
-those that came in the last four weeks. Seconds are CPU seconds of one thread: to fit, without the run's training, and
-to write the 100 best items of every user.
+fitted to purchases alone and to all actions, which its models do not tell apart; ALS has 64 factors. So is SASRec of
+RecTools (rectools_peer.py), with the actions' order and no features, for `--seconds` each; its ranks end at 500. New
+items are those that came in the last four weeks. Seconds are CPU seconds of one thread: to fit, without the run's
+training, and to write the 100 best items of every user.
 """
 
 import os
+import subprocess
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +48,10 @@ FACTORS = 64
 class Options:
     run: tyro.conf.Positional[Path]
     """Run on demo-shop."""
+    rectools: str = ""
+    """Python of an environment that has RecTools."""
+    seconds: float = 100.0
+    """CPU seconds that RecTools trains for, at least an epoch."""
 
 
 def main(options: Options) -> None:
@@ -72,6 +80,8 @@ def main(options: Options) -> None:
         for name, make in (("ALS", _als), ("BM25", _bm25)):
             score, fit, all_users = make(history)
             add(f"implicit {name}, {what}", rank(score), fit, all_users)
+        if options.rectools:
+            add(f"RecTools SASRec, {what}", *_rectools(options, history, users, evaluation.exclude_history))
     about = {"users": len(users), "of new items": int(is_new.sum()), "machine": machine()}
     table = Table(*rows[0], title=", ".join(f"{name}: {value}" for name, value in about.items()))
     for row in rows:
@@ -88,21 +98,30 @@ class Histories:
     purchases: bool
     """Whether actions that may not be targets are left out."""
 
+    @property
+    def trained(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each user, the first action and how many from there on are for training."""
+        first_U = self.dataset.offsets[:-1]
+        return first_U, np.maximum(self.held_out.train_end - first_U, 0)
+
     def training(self) -> csr_matrix:
-        lengths = np.maximum(self.held_out.train_end - self.dataset.offsets[:-1], 0)
-        return self._matrix(self.dataset.offsets[:-1], lengths)
+        return self._matrix(*self.trained)
 
     def before(self, users: RankingUsers) -> csr_matrix:
         return self._matrix(users.first, users.seen_lengths)
 
-    def _matrix(self, first_U: np.ndarray, length_U: np.ndarray) -> csr_matrix:
+    def actions(self, first_U: np.ndarray, length_U: np.ndarray) -> np.ndarray:
+        """User, item and place of each action, [3, A]."""
         place_A, user_A = ranges(first_U, length_U), np.repeat(np.arange(len(first_U)), length_U)
         if self.purchases and self.held_out.places is not None:
             kept = np.isin(place_A, self.held_out.places)
             place_A, user_A = place_A[kept], user_A[kept]
-        values = np.ones(len(place_A), np.float32)
+        return np.stack([user_A, self.dataset.items_flat[place_A], place_A])
+
+    def _matrix(self, first_U: np.ndarray, length_U: np.ndarray) -> csr_matrix:
+        user_A, item_A, _ = self.actions(first_U, length_U)
         shape = (len(first_U), self.dataset.num_items)
-        return csr_matrix((values, (user_A, self.dataset.items_flat[place_A])), shape)
+        return csr_matrix((np.ones(len(user_A), np.float32), (user_A, item_A)), shape)
 
 
 def _als(history: Histories) -> tuple[Score, float, float]:
@@ -130,6 +149,20 @@ def _fitted(model: Any, history: Histories) -> tuple[float, float]:
     matrix = history.training()
     fit = cpu_seconds(lambda: model.fit(matrix, show_progress=False))
     return fit, cpu_seconds(lambda: model.recommend(np.arange(matrix.shape[0]), matrix, N=100))
+
+
+def _rectools(
+    options: Options, history: Histories, users: RankingUsers, exclude: bool
+) -> tuple[np.ndarray, float, float]:
+    with TemporaryDirectory() as folder:
+        file, script = Path(folder) / "shop.npz", Path(__file__).with_name("rectools_peer.py")
+        before = history.actions(users.first, users.seen_lengths)
+        training = history.actions(*history.trained)
+        np.savez(file, training=training, before=before, target=users.target, most=max(CUTOFFS), exclude=exclude)
+        words = (str(file), "--kind", "sasrec", "--max-length", "100", "--seconds", str(options.seconds))
+        subprocess.run([options.rectools, "-P", str(script), *words], check=True, stdout=subprocess.DEVNULL)
+        found = np.load(file)
+        return found["rank"], float(found["fit"]), float(found["all_users"])
 
 
 def _recommended(run: Path) -> float:
