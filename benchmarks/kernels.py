@@ -370,15 +370,12 @@ A cell: registers of a thread / bytes that it spills / programs that share a mul
 item components x width x hidden units for MoL; heads x width of a head for HSTU; queries x width for stage 1; groups x
 width for the FP8 codec; else the width. `limit`: among the largest that the kernel covers.
 
-MoL's backward is bound by registers: with 8 x 8 components the sums of the gate's gradients take 64 of a thread's 255
-on A100 and H100, so that a second program, with 128 each, has no room. To divide them among programs or kernels takes 8
-or 9 products of the gate's size instead of 6, and the mixture twice. Bytes spilled (A100/H100) and instructions of the
-loop over negatives, by what is added up in memory, and by the loops out of which LLVM moves nothing (`disable_licm`):
-
-- nothing: none 328/312 and 1,521/1,435, outer 240/196, inner 136/168, both 32/96 and 1,686/1,644; with hidden units
-  in halves 324/312, computed again 340/284, with 16 warps 672/632; tiles of 2 x 16, 8 x 8 and 4 x 4 spill more
-- queries: none 204/136, outer 4/0 and 1,548/1,389, inner 32/52, both 0/28 and 1,652/1,571
-- queries and biases: outer 0/0 and 1,562/1,410, as it is; with half again as many atomic additions
+MoL's backward is bound by registers: with 8 x 8 components the sums of the gate's gradients take half of all that two
+programs of 4 warps have. Bytes spilled (A100/H100), tiles of 2 x 8, each step added to the last: no code moved out of
+the outer loop (`disable_licm`) 188/240, nor out of the inner one 36/40, items loaded again for the last products 8/24,
+the biases' addresses computed again 0/0. Not taken: 8 warps, 248/164 after the second step; tiles of 4 x 4 (1,800/1,188
+after the first) and 4 x 8 (584/636, and on A100 too much shared memory for two programs); slopes of the hidden units in
+BF16, no gain.
 
 """
 

@@ -3,23 +3,23 @@
 Axes: T positions, G groups, N negatives of a group, V unique items, U query components, I item components, C their
 width, M = U * I mixture components, H hidden width of the cross gate; P pairs of a tile, its targets or TT * NT.
 
-A tile is TT positions of one group x NT of its negatives, 4 x 8 with 8 x 8 components. Arrays [P, M] and [P, H] stay on
+A tile is TT positions of one group x NT of its negatives, 2 x 8 with 8 x 8 components. Arrays [P, M] and [P, H] stay on
 chip, and nothing is written per pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
 permuted to pair-major [P, M], which the cross gate's products read.
 
 Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes remain
-for each position. Backward: as many programs as there are multiprocessors share the tiles of positions evenly. For each
+for each position. Backward: as many programs as the multiprocessors hold share the tiles of positions evenly. For each
 tile of pairs a program computes the forward again and, from the log-sum-exp, the gradients. It sums the cross gate's
 gradient in registers over all of its tiles. All others it adds up in memory to which no other program adds: the biases'
 and the queries', and the items' in sums that belong to the program and a group (a slot). So the order of additions is
 fixed; they are atomic only so that nothing waits for them. At the end torch sums over programs and slots, slots by
 `index_add_`, which has one order under `torch.use_deterministic_algorithms(True)`. Another kind of device may group the
 sums differently, by its number of programs. Targets, one pair for each position, have their own kernels. Backward
-allocates 4 N (I C + M) bytes for each slot; there are fewer slots than groups and multiprocessors together.
+allocates 4 N (I C + M) bytes for each slot; there are fewer slots than groups and programs together.
 
-Registers are scarce: the gate's gradients, 2 M H numbers in FP32, are a quarter of all of a multiprocessor's, or on
-Blackwell half of its tensor memory. So a backward program has a multiprocessor for itself, and few pairs at once; with
-up to 16 components two programs of fewer warps share one.
+Registers are scarce: the gate's gradients, 2 M H numbers in FP32, are a quarter of all of a multiprocessor's. In BF16
+and up to a width of 32, two backward programs share it all the same: of 4 warps, because what each thread needs then
+exists half as often, and with few pairs at once. Otherwise one has it for itself.
 Products of pairs have fewer rows than columns: then Triton divides the columns among the warps, and a warp needs little
 of the weights. With as many rows as columns it would give each warp 16 rows, for which there are too few pairs; warps
 would hold copies of all, and spill thousands of bytes. This is why some products are written as their transposes. Sums
@@ -90,15 +90,15 @@ BUDGET = {
     "_target_forward": (1, 0),
     "_negatives_forward": (1, 0),
     "_target_backward": (1, 0),
-    "_negatives_backward": (1, 16),
+    "_negatives_backward": (2, 0),
 }
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Padded sizes; a tile's positions, negatives and, for targets, pairs; warps of a program, and how many programs of
-    the backward pass share a multiprocessor."""
+    """Padded sizes; a tile's positions, negatives and, for targets, pairs; warps of a program, for targets and for
+    negatives."""
 
     UP: int
     IP: int
@@ -107,8 +107,8 @@ class _Plan:
     TT: int
     NT: int
     targets: int
+    target_warps: int
     warps: int
-    programs: int
 
 
 def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
@@ -119,10 +119,11 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
     # Chosen by the compiler's report of registers and shared memory. NT * IP is 64, so that the last product of a tile,
     # [C, NT * I], has more columns than rows up to a width of 32: the others are divided as it is.
     NT = min(16, 64 // IP)
-    TT = max(32 // NT, 16 // UP)
-    # So few components cannot be divided among more warps: each would have copies.
-    warps = 16 if dtype != torch.bfloat16 else 8 if UP * IP > 16 else 4
-    return _Plan(UP, IP, CP, HP, TT, NT, 16, warps, 2 if warps == 4 else 1)
+    half, wide = dtype == torch.bfloat16, CP > 32
+    TT = max((16 if half and not wide else 32) // NT, 16 // UP)
+    # Few components cannot be divided among more warps: each would have copies.
+    of_targets = 16 if not half else 8 if UP * IP > 16 else 4
+    return _Plan(UP, IP, CP, HP, TT, NT, 16, of_targets, of_targets if wide else min(of_targets, 4) if half else 16)
 
 
 def _registers(warps: int) -> dict[str, int]:
@@ -172,16 +173,17 @@ class _Problem:
         """log_q_V, or some tensor."""
         return self.inputs[0] if self.log_q_V is None else self.log_q_V
 
-    def programs(self, tiles: int) -> int:
+    def programs(self, tiles: int, warps: int) -> int:
+        """Of the backward pass: as many as share the device's multiprocessors."""
         device = self.target_T.device
         if device.type != "cuda":
             return min(tiles, INTERPRETED_PROGRAMS)
-        return min(tiles, self.plan.programs * torch.cuda.get_device_properties(device).multi_processor_count)
+        return min(tiles, max(8 // warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count)
 
     def tiles(self) -> "_Tiles":
         start, end, group = spans(self.bounds, self.plan.TT)
         tiles = len(group)
-        programs = self.programs(tiles)
+        programs = self.programs(tiles, self.plan.warps)
         # Program p has tiles p * tiles // programs and on.
         program = (torch.arange(1, tiles + 1) * programs - 1) // max(tiles, 1)
         slot_group, slot = torch.unique_consecutive(torch.stack([program, group]), return_inverse=True, dim=1)
@@ -263,7 +265,7 @@ def _forward(problem: _Problem, tiles: _Tiles) -> tuple[Tensor, Tensor]:
     if T:
         _target_forward[(triton.cdiv(T, plan.targets),)](
             *problem.inputs, target_T, problem.row_T, problem.correction, positive_T, T, N, *problem.noise,
-            TT=plan.targets, num_warps=plan.warps, **problem.compiled_for, **registers,
+            TT=plan.targets, num_warps=plan.target_warps, **problem.compiled_for, **registers,
         )  # fmt: skip
         _negatives_forward[(tiles.count,)](
             *problem.inputs, target_T, problem.negatives_GN, problem.row_T, problem.correction, tiles.table, positive_T,
@@ -285,7 +287,7 @@ def _backward(
         torch.empty(T, *shape, dtype=torch.float32, device=device) for shape in ((U, C), (M,), (I, C), (M,))
     )
     target_tiles = triton.cdiv(T, plan.targets)
-    target_programs = problem.programs(target_tiles)
+    target_programs = problem.programs(target_tiles, plan.target_warps)
     d_slot_NIC, d_item_VIC, d_slot_NM, d_item_VM, d_gate = _zeros(
         device, (slots * N, I, C), tuple(item_VIC.shape), (slots * N, M), tuple(item_VM.shape),
         (target_programs + tiles.programs, 2 * H * M + H + M),
@@ -301,8 +303,8 @@ def _backward(
             whole_T = whole_T - weight_T.log()
         _target_backward[(target_programs,)](
             *problem.inputs, target_T, problem.row_T, of_others_T, d_query_TUC, d_query_TM, d_target_TIC, d_target_TM,
-            d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.warps,
-            **_registers(plan.warps), **problem.compiled_for,
+            d_gate, T, target_tiles, N, *problem.noise, TT=plan.targets, num_warps=plan.target_warps,
+            **_registers(plan.target_warps), **problem.compiled_for,
         )  # fmt: skip
         _negatives_backward[(tiles.programs,)](
             *problem.inputs, target_T, problem.negatives_GN, problem.row_T, problem.correction, tiles.table, whole_T,
@@ -338,6 +340,15 @@ def _sigmoid(x, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
         return 0.5 * half + 0.5
     else:
         return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _none(COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """0, which the compiler does not know: addresses that contain it are not kept in registers over a loop."""
+    if COARSE:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [0], tl.int32, False, 1)
+    else:
+        return 0
 
 
 @triton.jit
@@ -381,13 +392,12 @@ def _add_sums(to, x, k, exists, ones, EMULATED: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _load_components(  # type: ignore[no-untyped-def]
-    side, row, k, inside, COUNT: tl.constexpr, C: tl.constexpr, CP: tl.constexpr
+    side, row, k, inside, COUNT: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, CACHE: tl.constexpr = ""
 ):
     """Component k of each row, [rows, CP]."""
     c = tl.arange(0, CP)
-    return tl.load(
-        side + (row * COUNT + k)[:, None] * C + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0
-    )
+    at = side + (row * COUNT + k)[:, None] * C + c[None, :]
+    return tl.load(at, mask=inside[:, None] & (c < C)[None, :], other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -557,7 +567,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
         target_T = tl.load(target + t, mask=t < end, other=-1)
         row_T = tl.load(row + t, mask=t < end, other=0)
         whole_T = tl.load(whole + t, mask=t < end, other=float("inf"))
-        for first in range(0, N, NT):
+        for first in tl.range(0, N, NT, disable_licm=COARSE):
             n = first + tl.arange(0, NT)
             ni, i = first + tl.arange(0, NT * IP) // IP, tl.arange(0, NT * IP) % IP
             item_inside = (ni < N) & (i < I)
@@ -566,7 +576,8 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             item_NIC = _load_components(item, negative_NI, i, item_inside, I, C, CP)
             logit = _pair_major(rounded(_dot(query_TUC, tl.trans(item_NIC), EMULATED), dtype, EMULATED), TT, NT, UP, IP)
             # Small tensors are loaded where they are used: registers are scarce.
-            up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
+            none = _none(COARSE)
+            up_H = tl.load(up_bias + none + h, mask=h < H, other=0.0)
             hidden, slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
             hidden = rounded(hidden, dtype, EMULATED)
             z = _dot(hidden, tl.trans(down_MH), EMULATED)
@@ -607,11 +618,14 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
             d_z = rounded(d_z, dtype, EMULATED)
-            _add_sums(d_gate + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+            _add_sums(d_gate + none + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
             d_up, d_down, d_logit = _hidden_back(
-                hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + H * M, d_down, d_logit, ones_P,
+                hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + none + H * M, d_down, d_logit, ones_P,
                 H, HP, EMULATED,
             )  # fmt: skip
+            if query.dtype.element_ty != tl.float32:
+                negative_NI = tl.load(negative + group * N + ni, mask=ni < N, other=0, cache_modifier=".ca")
+                item_NIC = _load_components(item, negative_NI, i, item_inside, I, C, CP, ".ca")
             d_side = _side_major(rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)
             tl.atomic_add(
                 d_query + (tu * U + u)[None, :] * C + c[:, None],
