@@ -321,7 +321,7 @@ class LossConfig:
     """Sampled softmax (softmax), the binary cross entropy of the paper's baseline (bce, section 5.1.2), or a plugin's;
     --model.loss.kind KIND --help model.loss lists the settings."""
     negatives: int = 128
-    """N: uniform negatives of a group; 0, with share batch: every item of the corpus, once (full softmax)."""
+    """N: uniform negatives of a group; 0, with share batch: every item, once (full softmax)."""
     in_batch: int = 0
     """M: further negatives of a group, drawn from the targets of the whole batch, so that popular items are drawn more
     often. Each candidate's score is then corrected by the log of its sampling probability (logQ)."""
@@ -377,7 +377,7 @@ class ModelConfig:
     not include them."""
     item_id_dropout: float = 0.0
     """Share of items whose row is replaced by the unknown item's row for a training step, so that the model learns to
-    work from features alone."""
+    work from features alone. With features of items, those whose actions are all held out are then no negatives."""
     user_id_dropout: float = 0.5
     """With the feature "user": share of sequences whose user's row is replaced by the unknown user's for a training
     step, so that the model learns to work without knowing the user."""

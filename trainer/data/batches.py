@@ -56,6 +56,14 @@ class HeldOut:
         """Which users training sees: those with a target that is not held out, and an action before it."""
         return self.sequence_end - dataset.offsets[:-1] >= 2
 
+    def seen_items(self, dataset: Dataset) -> NDArray[np.bool_]:
+        """Which items have an action that is not held out [X]."""
+        seen_X = np.zeros(dataset.num_items, bool)
+        for users, bounds in user_blocks(dataset.offsets):
+            lengths = np.maximum(self.train_end[users] - bounds[:-1], 0)
+            seen_X[dataset.items_flat[ranges(bounds[:-1], lengths)]] = True
+        return seen_X
+
 
 def require_trained(dataset: Dataset, held_out: HeldOut) -> NDArray[np.bool_]:
     """Which users training sees; ValueError if there is none."""
@@ -171,7 +179,9 @@ class TrainingBatches:
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
         histories into windows (`_windows`). `explicit` negatives take the place of up to half of the sampled ones.
         `weights` are those of the actions as targets [actions]. The last sequences of users in `first_U` [U] begin each
-        epoch. 0 `negatives` are all items, shared by the batch.
+        epoch. 0 `negatives` are all items, shared by the batch. With `item_id_dropout` and
+        features of items, none is drawn whose actions are all held out: as one that is never taken, it would teach the
+        features that are to rank it the opposite. Where ids alone rank, such items stay behind others as negatives.
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out; if the
         negatives are all items, and these are too many; and for `explicit` negatives with `in_batch` or 0."""
@@ -219,6 +229,9 @@ class TrainingBatches:
         # With a stride, a user has several: new actions are in the last one.
         self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
         self.in_batch, self.weights, self.explicit = in_batch, weights, explicit
+        by_features = item_id_dropout > 0 and schema.of("item")
+        self._unseen = np.flatnonzero(~held_out.seen_items(dataset)) if by_features else np.zeros(0, np.int64)
+        self.num_drawable = dataset.num_items - len(self._unseen)
         self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.user_S)
         self.steps_per_epoch = -(-len(self.user_S) // batch_size)
@@ -346,14 +359,18 @@ class TrainingBatches:
         """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, whose targets are between
         `bounds`, in the groups `group_B`; the key names the batch."""
         if not self.negatives:
-            return np.arange(self.dataset.num_items)[None]
-        uniform_GN = self._draw(key, bounds, group_B, part, self.dataset.num_items, self.negatives)
+            return self._drawable(np.arange(self.num_drawable))[None]
+        uniform_GN = self._drawable(self._draw(key, bounds, group_B, part, self.num_drawable, self.negatives))
         if not self.in_batch:
             return uniform_GN
         target_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch)
         sequence_GM = np.searchsorted(bounds, target_GM, side="right") - 1
         place_GM = self._place((self.first_S[sequences] - bounds[:-1])[sequence_GM] + target_GM)
         return np.concatenate([uniform_GN, self.dataset.items_flat[place_GM]], axis=1)
+
+    def _drawable(self, number_GN: Ints) -> Ints:
+        """The items that may be negatives, by their numbers among these."""
+        return number_GN + np.searchsorted(self._unseen - np.arange(len(self._unseen)), number_GN, side="right")
 
     def _draw(self, key: list[int], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
         """Random numbers below a bound [G, count] for the groups of `part` of a global batch's sequences."""
@@ -378,7 +395,7 @@ class TrainingBatches:
         for least in range(1, times.max() + 1):
             count_X += np.bincount(items[times >= least], minlength=len(count_X))
         N, M = self.negatives, self.in_batch
-        q_X = (N / len(count_X) + M * count_X / count_X.sum()) / (N + M)
+        q_X = (N / self.num_drawable + M * count_X / count_X.sum()) / (N + M)
         return np.log(q_X).astype(np.float32)
 
     def _without(self, name: str, rate: float, ids_R: Ints, row_R: Ints, table: str, step: int) -> Ints:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from small_data import in_memory
 
 from logitmix.modules.batch import Batch
+from logitmix.modules.schema import Feature
 from logitmix.trainer.data import columns
 from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users, split_by_time
-from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset
 
 Share = Literal["position", "sequence", "group", "batch"]
@@ -288,6 +289,27 @@ def test_without_a_number_every_item_is_a_negative_of_the_batch(monkeypatch: pyt
         ValueError, match=r"has 120 items, and model\.loss\.negatives is 0, .*; there may be 119: set it"
     ):
         batches(dataset, share="batch", negatives=0)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_features_that_rank_items_do_not_learn_that_held_out_items_are_never_taken(share: Share) -> None:
+    ids = of_lengths(LENGTHS)
+    schema = replace(ids.schema, features=(*ids.schema.features, Feature("size", "item", "number")))
+    sizes = Column(np.zeros(ids.num_items, np.float32))
+    dataset = replace(ids, schema=schema, item_features={"size": sizes})
+    seen = {item for user in range(len(LENGTHS)) for item in sequence(ids, user)[:-2]}
+
+    def drawn(dataset: Dataset, dropout: float, **options: Any) -> set[int]:
+        source = batches(dataset, share=share, item_id_dropout=dropout, **{"negatives": 50, **options})
+        if source.log_q_X is not None:
+            assert np.exp(source.log_q_X[sorted(seen)]).sum() == pytest.approx(1, rel=1e-5)
+        negatives = [items_of(source.at(step))["negatives"] for step in range(20)]
+        return {item for of_step in negatives for of_group in of_step for item in of_group}
+
+    assert drawn(dataset, 0.1) == drawn(dataset, 0.1, in_batch=3) == seen
+    assert drawn(ids, 0.1) == drawn(dataset, 0.0) == set(range(ids.num_items))
+    if share == "batch":
+        assert drawn(dataset, 0.1, negatives=0) == seen
 
 
 def test_where_the_groups_are() -> None:
