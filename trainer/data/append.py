@@ -25,6 +25,7 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset, raw_user_ids_of
 from logitmix.trainer.data.description import (
     APPENDED,
     FORMAT,
+    WAITING,
     entries_of,
     name_of,
     read_description,
@@ -103,6 +104,19 @@ def read_for_appending(path: Path) -> tuple[dict[str, Any], Schema]:
     return description, schema
 
 
+def read_waiting(path: Path) -> pa.Table | None:
+    """What was shown and waits for actions that follow those of the dataset at `path`, as in Ordered. ValueError for a
+    file that does not have it."""
+    file = max(path.glob(f"{APPENDED}/*/{WAITING}"), default=path / WAITING)
+    if not file.exists():
+        return None
+    with reading(path, name_of(path, file)):
+        found = pq.read_table(file)
+        if found.schema.names != ["user", "item"]:
+            raise ValueError("its columns are not user and item")
+    return found
+
+
 def append(
     path: Path, description: Mapping[str, Any], schema: Schema, later: Path, staging: Path
 ) -> tuple[dict[str, Any], list[str]]:
@@ -145,8 +159,9 @@ def append(
             rows["title"] = titles.combine_chunks().take(pa.array(new))
         rows |= {of.name: rows_of(of, columns[of.name], 0, len(new)) for of in features if of.owner == owner}
         pq.write_table(pa.table(rows), folder / f"{name}.parquet")
-    if (later / "rejects.tsv").exists():
-        shutil.copy(later / "rejects.tsv", folder)
+    for name in ("rejects.tsv", WAITING):
+        if (later / name).exists():
+            shutil.copy(later / name, folder)
     counts = {"users": len(users.new), "items": len(items.new), "actions": len(dataset.items_flat)}
     tables = [replace(of, rows=of.rows + len(values_of.get(of.name, items.new))) for of in schema.tables]
     whole = {name: of for name, of in description.items() if name not in LEFT_OUT}

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.trainer.data.arrow import are_digits, codes_of, lists_of, order_of_texts
@@ -61,6 +62,9 @@ class Ordered:
     """The places of the actions in their part, a piece for each, if there are further columns."""
     shown: tuple[Pieces, Pieces] | None = None
     """For each action, how many items were shown since the one before it; and these, as codes. None without SHOWN."""
+    waiting: pa.Table | None = None
+    """Raw ids, `user` and `item`, of what was shown and no action follows yet, `by_user`, oldest first. None without
+    SHOWN."""
 
     def column(self, name: str) -> pa.Array:
         """A further column of the actions."""
@@ -159,9 +163,15 @@ class _Counts:
         return {"users": self.users, "items": int(np.count_nonzero(self.of_items)), "actions": self.actions}
 
 
-def arrange(actions: Actions, options: PrepareOptions, numbering: Collection[str], progress: Progress) -> Ordered:
+def arrange(
+    actions: Actions,
+    options: PrepareOptions,
+    numbering: Collection[str],
+    progress: Progress,
+    waiting: pa.Table | None = None,
+) -> Ordered:
     """Filters, numbers and sorts. `actions` may not be used after it. Those that differ only in the columns `numbering`
-    are duplicates."""
+    are duplicates. `waiting`, as in Ordered, was shown before the actions."""
     current().settled = True
     chosen = _chosen(actions, options)
     if options.shown:
@@ -176,11 +186,11 @@ def arrange(actions: Actions, options: PrepareOptions, numbering: Collection[str
     order = order[order_of_texts(ids)]
     # Ids of digits alone are ordered as numbers: if the others are left out, the order is another.
     again = bool(digits.any() and not digits.all())
-    ordered, users = _in_order(actions, options, numbering, chosen, counts, order, again, progress)
+    ordered, users = _in_order(actions, options, numbering, chosen, counts, order, again, progress, waiting)
     if again and are_digits(ordered.user_ids).all():
         kept = users[order_of_texts(ordered.user_ids)]
         order = np.concatenate([kept, np.setdiff1d(order, kept)])
-        ordered, _ = _in_order(actions, options, numbering, chosen, counts, order, False, progress)
+        ordered, _ = _in_order(actions, options, numbering, chosen, counts, order, False, progress, waiting)
     return ordered
 
 
@@ -193,6 +203,7 @@ def _in_order(
     order: np.ndarray,
     again: bool,
     progress: Progress,
+    waiting: pa.Table | None,
 ) -> tuple[Ordered, np.ndarray]:
     """With the users in this order, which are codes, and the codes of those that are kept. `chosen`: which actions, by
     piece; `counts`: how many of each user; `again`: the actions are needed once more."""
@@ -226,9 +237,8 @@ def _in_order(
             yield found
 
     kept, lengths, spans = [], [], []
-    items, timestamps, rows, shown_counts, shown_items = (Pieces() for _ in range(5))
-    shown_items.texts = item_ids
-    never = 0
+    items, timestamps, rows, shown_counts = (Pieces() for _ in range(4))
+    impressions = _Impressions.of(waiting, user_ids, item_ids, ranks)
     fewest = max(options.min_user_actions, 1)
     # Counts of items are those of all parts.
     sorted_before = options.min_item_actions > 1
@@ -243,10 +253,7 @@ def _in_order(
             found = found.at(of_users[found.users - first] >= fewest)
         after[4].add(found)
         if options.shown:
-            counts, taken = _shown_before(found, shown)
-            shown_counts.append(counts)
-            shown_items.append(taken)
-            never += len(shown.items) - len(taken)
+            shown_counts.append(impressions.before(found, shown))
         active = np.flatnonzero(of_users >= fewest)
         kept.append(active + first)
         lengths.append(of_users[active])
@@ -256,6 +263,7 @@ def _in_order(
         rows.append(found.rows if whole.columns else found.rows[:0])
     if not after[4].users:
         raise nobody(fewest, after[2].mapping(), after[0].actions - after[1].actions)
+    left = impressions.left(user_ids.take(pa.array(order))) if options.shown else None
     users = order[np.concatenate(kept)]
     item_order = np.flatnonzero(after[4].of_items)
     item_order = item_order[order_of_texts(item_ids.take(pa.array(item_order)))]
@@ -268,7 +276,7 @@ def _in_order(
         user_ids.take(pa.array(users)),
         item_ids.take(pa.array(item_order)),
         removed([read, *(of.mapping() for of in after)]),
-        [*of_others(others[0]), *_of_shown(never)],
+        [*of_others(others[0]), *of_shown(left)],
         {
             "first": min(span["first"] for span in spans),
             "last": max(span["last"] for span in spans),
@@ -277,28 +285,83 @@ def _in_order(
         },
         [part.columns for part in parts],
         rows,
-        (shown_counts, shown_items) if options.shown else None,
+        (shown_counts, impressions.taken) if options.shown else None,
+        left,
     )
     return ordered, users
 
 
-def _shown_before(actions: SortedActions, shown: SortedActions) -> tuple[np.ndarray, np.ndarray]:
-    """For each action, how many items were shown to its user after the action before it and up to its time; and the
-    codes of these. Of actions at one time, they belong to the first."""
-    users, times = (np.concatenate([was, now]) for was, now in zip(shown[0:3:2], actions[0:3:2], strict=True))
-    order = _order(users, times, None)
-    is_shown = order < len(shown.users)
-    next_S = np.cumsum(~is_shown)[is_shown]
-    row_S = order[is_shown]
-    there = next_S < len(actions.users)
-    there[there] = actions.users[next_S[there]] == shown.users[row_S[there]]
-    return np.bincount(next_S[there], minlength=len(actions.users)), shown.items[row_S[there]]
+class _Impressions:
+    """What was shown to users, in order of their ranks: first what waited, then part by part."""
+
+    def __init__(self, users: np.ndarray, items: np.ndarray, item_ids: pa.StringArray, nobodys: pa.Table) -> None:
+        """Ranks of users and codes of items of what waits; `nobodys`: what waits for users without rows."""
+        order = np.argsort(users, kind="stable")
+        self.users, self.items, self.item_ids, self.nobodys = users[order], items[order], item_ids, nobodys
+        self.taken = Pieces(texts=item_ids)
+        self.left_users, self.left_items = Pieces(), Pieces()
+        self.at = 0
+
+    @classmethod
+    def of(
+        cls, waiting: pa.Table | None, user_ids: pa.StringArray, item_ids: pa.StringArray, ranks: np.ndarray
+    ) -> "_Impressions":
+        if not waiting:
+            none = pa.table({name: pa.array([], pa.string()) for name in ("user", "item")})
+            return cls(np.zeros(0, np.int32), np.zeros(0, np.int32), item_ids, none)
+        user = pc.index_in(waiting["user"], value_set=user_ids).combine_chunks()
+        rank = np.where(user.is_valid(), ranks[user.fill_null(0).to_numpy()], -1)
+        there = pa.array(rank >= 0)
+        shown = waiting["item"].filter(there).combine_chunks()
+        known = pc.index_in(shown, value_set=item_ids)
+        item_ids = pa.concat_arrays([item_ids, shown.filter(known.is_null()).unique()])
+        items = pc.index_in(shown, value_set=item_ids).to_numpy()
+        return cls(rank[rank >= 0], items, item_ids, waiting.filter(pc.invert(there)))
+
+    def before(self, actions: SortedActions, shown: SortedActions) -> np.ndarray:
+        """For each action of the next part, how many items were shown to its user after the action before it and up to
+        its time; they are added to those `taken`. Of actions at one time, they belong to the first. What no action
+        follows is left."""
+        last = max((int(of.users[-1]) for of in (actions, shown) if len(of.users)), default=-1)
+        stop = int(np.searchsorted(self.users, last, "right"))
+        earlier, self.at = slice(self.at, stop), stop
+        users_S = np.concatenate([self.users[earlier], shown.users])
+        items_S = np.concatenate([self.items[earlier], shown.items])
+        times = np.concatenate([shown.timestamps, actions.timestamps])
+        first = np.full(stop - earlier.start, times.min() if len(times) else 0)
+        order = _order(np.concatenate([users_S, actions.users]), np.concatenate([first, times]), None)
+        is_shown = order < len(users_S)
+        next_S = np.cumsum(~is_shown)[is_shown]
+        row_S = order[is_shown]
+        there = next_S < len(actions.users)
+        there[there] = actions.users[next_S[there]] == users_S[row_S[there]]
+        self.taken.append(items_S[row_S[there]])
+        self.left_users.append(users_S[row_S[~there]])
+        self.left_items.append(items_S[row_S[~there]])
+        return np.bincount(next_S[there], minlength=len(actions.users))
+
+    def left(self, user_ids: pa.StringArray) -> pa.Table:
+        """What no action follows, as Ordered has it; `user_ids` by rank."""
+        users = np.concatenate([self.users[self.at :], self.left_users[:]])
+        items = np.concatenate([self.items[self.at :], self.left_items[:]])
+        found = {"user": user_ids.take(pa.array(users)), "item": self.item_ids.take(pa.array(items))}
+        return by_user(pa.concat_tables([self.nobodys, pa.table(found)]))
 
 
-def _of_shown(never: int) -> list[str]:
+def by_user(waiting: pa.Table) -> pa.Table:
+    """In order of users; the rows of each stay in theirs."""
+    users = waiting["user"].combine_chunks().dictionary_encode()
+    rank = pc.rank(users.dictionary).to_numpy()
+    return waiting.take(pa.array(np.argsort(rank[users.indices.to_numpy()], kind="stable"))).combine_chunks()
+
+
+def of_shown(waiting: pa.Table | None) -> list[str]:
     """A line, if there are any."""
-    line = f"--shown: {never:,} rows are left out, because no action of their user follows that is kept"
-    return [line] if never else []
+    if not waiting:
+        return []
+    one = len(waiting) == 1
+    rows = f"{len(waiting):,} row{' waits' if one else 's wait'}"
+    return [f"--shown: {rows} for an action of {'its' if one else 'their'} user that is kept; --append may bring it"]
 
 
 def removed(counted: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:

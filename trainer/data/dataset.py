@@ -49,11 +49,13 @@
                            Then users, items, actions, schema and files are those of the whole dataset, other entries
                            those of what was prepared first, and repeated_targets and last_actions are left out
     rejects.tsv           file, line, reason, text; only where there are any
+    waiting.parquet       user, item: raw ids of what was shown and no action of the user follows yet (prepare --shown)
     appended/NNNNN/       actions that `prepare --append` added, in order of the names
         sequences.parquet     user_index, item_indices, timestamps and the features of events: one row for each user
                               with such actions, in order. They come after those that the user had
         users.parquet         the new users: user_index, raw_user_id and the features of users
         items.parquet         the new items, as above
+        waiting.parquet       as above, in place of that of the folder before
         vocabularies/TABLE.parquet   the new values of a table, if there are any
 
 A feature's column has its name and is stored by its kind:

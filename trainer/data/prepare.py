@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -31,11 +32,11 @@ from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
 from logitmix.modules.kinds.text import TextEncoder
 from logitmix.modules.schema import Owner, Schema
-from logitmix.trainer.data.append import append, read_for_appending
+from logitmix.trainer.data.append import append, read_for_appending, read_waiting
 from logitmix.trainer.data.arrange import SHOWN, Ordered, arrange
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import encoders_of
-from logitmix.trainer.data.description import is_dataset
+from logitmix.trainer.data.description import WAITING, is_dataset
 from logitmix.trainer.data.features import (
     Features,
     FeaturesOptions,
@@ -123,7 +124,8 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
         raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()
     features = Known(schema, encoders_of(before, schema))
-    _prepare(later, replace(options, append="", min_user_actions=0), console, THIS_PROCESS, features)
+    engine = THIS_PROCESS._replace(arrange=partial(arrange, waiting=read_waiting(before)))
+    _prepare(later, replace(options, append="", min_user_actions=0), console, engine, features)
     description, notes = append(before, known, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
@@ -241,6 +243,8 @@ def _write(
     )
     with naming(options.directory):
         counted = ordered.write(directory, contents)
+        if ordered.waiting is not None:
+            pq.write_table(ordered.waiting, directory / WAITING)
         description = finish_dataset(
             directory,
             contents,

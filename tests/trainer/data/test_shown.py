@@ -2,12 +2,14 @@
 
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from reading import decoded, prepared, summary
 
 from logitmix.trainer.config import Config, model_schema, with_settings
+from logitmix.trainer.data.dataset import Dataset
 
 HEADER = "user,item,timestamp,event"
 SHOWN = ("event = impression", "event = dislike")
@@ -63,7 +65,7 @@ def test_they_belong_to_the_next_action(memory: str, of_items: int, tmp_path: Pa
     kept = sum(len(shown) for actions in wanted.values() for *_, shown in actions)
     different = set(rows)
     count = sum(kind in ("impression", "dislike") for *_, kind in different)
-    assert kept and f"--shown: {count - kept} rows are left out, because no action of their user follows" in said
+    assert kept and f"--shown: {count - kept} rows wait for an action of their user" in said
     # They are no items or users either, nor alike with an action.
     assert not {f"i{of}" for of in range(20, 30)} & {*raw} and "u9" not in users
     alike = sum(of - 1 for of in Counter((u, i, t, k in ("view", "buy")) for u, i, t, k in different).values())
@@ -89,6 +91,28 @@ def test_the_next_day_has_the_same_condition(tmp_path: Path) -> None:
         prepared(day, append=path, min_user_actions=5)
     dataset, _ = prepared(day, append=path, shown=SHOWN[:1], min_user_actions=5)
     assert decoded(dataset, "event")["shown"] == [[], ["b"], ["a", "c"]]
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "1KiB"])
+def test_what_is_shown_at_the_end_of_a_day_belongs_to_an_action_of_a_later_one(memory: str, tmp_path: Path) -> None:
+    rows = [*dict.fromkeys(made()), ("u9", "i7", 50, "view"), ("late", "only-shown", 5, "impression")]
+    rows += [("late", "i1", time, "buy") for time in (41, 42)]
+    whole, said = prepared(written(tmp_path, rows), out=tmp_path / "whole", shown=SHOWN, memory=memory)
+    assert "rows wait for an action of their user" in said
+    later: dict[str, Any] = {}
+    for day, start in enumerate((0, 20, 40)):
+        path = written(tmp_path, [row for row in rows if start <= row[2] < start + 20], f"day-{day}.csv")
+        parts, _ = prepared(path, out=tmp_path / "parts", shown=SHOWN, memory=memory, **later)
+        later = {"append": str(tmp_path / "parts"), "min_user_actions": 5}
+
+    def seen(dataset: Dataset) -> dict[str, list[tuple[int, str, str, list[str]]]]:
+        raw, events = dataset.raw_ids(), decoded(dataset, "event")
+        items = [raw[item] for item in dataset.items_flat]
+        actions = list(zip(dataset.timestamps_flat, items, events["event"], events["shown"], strict=True))
+        users, ends = dataset.raw_user_ids(np.arange(dataset.num_users)), [0, *dataset.offsets[1:].tolist()]
+        return {user: actions[start:end] for user, start, end in zip(users, ends, ends[1:], strict=False)}
+
+    assert seen(parts) == seen(whole) and seen(whole)["late"][0][3] == ["only-shown"]
 
 
 @pytest.mark.parametrize(
