@@ -12,6 +12,7 @@ import torch
 from small_data import small_config
 
 from logitmix.common.plugins import load_plugins
+from logitmix.modules.features import Values
 from logitmix.modules.kinds import text
 from logitmix.modules.kinds.text import TEXT_ENCODERS, TextEncoder, encode, fit_projection
 from logitmix.modules.kinds.words import words_of
@@ -116,6 +117,8 @@ def test_a_request_states_a_text_or_its_vector() -> None:
 
     assert cell("abc") == [3.0, 1.0] and cell([4, 5]) == [4.0, 5.0] and cell(None) == cell(" ") == [0.5, 0.5]
     assert feature.form.in_request(feature) == "text, or its 2 numbers"
+    of = Values(torch.tensor([[1.5, 0.5], [0.5, -0.5]]))
+    torch.testing.assert_close(feature.form.embed(feature, of, None) * 2**0.5, of.values - 0.5)
     with pytest.raises(ValueError, match="has 1 numbers; it must have 2"):
         cell([4])
     with pytest.raises(ValueError, match="has encoder '' and version ''"):
