@@ -4,8 +4,8 @@
 
 Spark reads each file of the actions in a task of its own, by the readers of `prepare`, then filters, numbers and sorts,
 and writes sequences/ by parts of users. All else is `prepare`: the driver holds what that holds beside the actions,
-every distinct id and the distinct values of one column with their counts. The dataset is the same, except that means
-and deviations of numbers are sums in another order.
+every distinct id, the distinct values of one column with their counts, and what was shown and waits. The dataset is the
+same, except that means and deviations of numbers are sums in another order.
 
 Source and output are on storage that the driver and all executors see at one path, and each has logitmix.
 """
@@ -13,7 +13,7 @@ Source and output are on storage that the driver and all executors see at one pa
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,15 +37,18 @@ except ModuleNotFoundError as _error:
 
 from logitmix.modules.schema import Schema
 from logitmix.trainer.data.arrange import (
+    SHOWN,
     Ordered,
     SortedActions,
+    by_user,
     nobody,
     none_left,
     of_others,
+    of_shown,
     removed,
     span,
 )
-from logitmix.trainer.data.arrow import is_text, order_of_texts
+from logitmix.trainer.data.arrow import as_numpy, is_text, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.features import filled, valid_name
@@ -64,7 +67,7 @@ from logitmix.trainer.data.times import UNITS, Clock, are_digits, note_units, un
 from logitmix.trainer.data.where import column_of, holds
 from logitmix.trainer.data.writer import LAST, USERS_PER_FILE, DatasetContents, find_last, write_part
 
-REFUSED = ("append", "list_separator", "memory", "shown")
+REFUSED = ("append", "list_separator", "memory")
 OWN = pa.schema(
     {"file": pa.int32(), "row": pa.int64(), "user": pa.string(), "item": pa.string(), "time": pa.int64()}
     | {"fraction": pa.int32(), "note": pa.binary()}
@@ -72,6 +75,8 @@ OWN = pa.schema(
 """Columns of the actions: where they are; their ids; times, and the nanoseconds of these; and once a file, what else is
 known of it. Further columns follow under names of letters and digits."""
 IN_FILE, IN_TIME = ("file", "row"), ("time", "fraction", "file", "row")
+Condition = Callable[[pa.RecordBatch], pa.Array]
+"""Which rows fulfill it."""
 TYPES = (pa.string(), pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
 
 
@@ -303,7 +308,7 @@ class _Job:
         if not counted[1]["actions"]:
             raise none_left(actions, options)
         different, others = chosen, 0
-        moment = ["user", "item", "time", "fraction"]
+        moment = ["user", "item", "time", "fraction", "acts"]
         if not options.keep_duplicates:
             same = [*moment, *(column for name, column in self.columns.items() if name not in numbering)]
             place = F.row_number().over(Window.partitionBy(*same).orderBy(*IN_FILE))
@@ -312,14 +317,19 @@ class _Job:
         counted.append(_counts(different))
         if not options.keep_duplicates:
             others = counted[2]["actions"] - different.select(*moment).distinct().count()
-        counted.append(counted[2])
-        often = _often(different, "item", options.min_item_actions)
+        acting = different.where("acts")
+        counted.append(_counts(acting) if options.shown else counted[2])
+        often = _often(acting, "item", options.min_item_actions)
         counted.append(_counts(often))
         fewest = max(options.min_user_actions, 1)
         kept = _often(often, "user", fewest)
         counted.append(_counts(kept))
         if not counted[5]["actions"]:
             raise nobody(fewest, counted[3], counted[1]["actions"] - counted[2]["actions"])
+        names, waiting = self.columns, None
+        if options.shown:
+            kept, waiting = _with_shown(kept, different.where("not acts"))
+            names = {**names, SHOWN: SHOWN}
         ids = {}
         for column in ("user", "item"):
             found = _array(kept.select(column).distinct(), column)
@@ -327,8 +337,8 @@ class _Job:
             numbers = pa.table({column: ids[column], f"{column}_index": pa.array(np.arange(len(found)), pa.int32())})
             kept = kept.join(self.session.createDataFrame(numbers), column).drop(column)
         kept = kept.persist(StorageLevel.DISK_ONLY)
-        lengths = kept.groupBy("user_index").count().toArrow().sort_by("user_index")["count"].to_numpy()
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        of_users = kept.groupBy("user_index").count().toArrow().sort_by("user_index")["count"].to_numpy()
+        offsets = np.concatenate([[0], np.cumsum(of_users)])
         return _Ordered(
             offsets,
             Pieces(),
@@ -336,28 +346,38 @@ class _Job:
             ids["user"],
             ids["item"],
             removed(counted),
-            of_others(others),
+            [*of_others(others), *of_shown(waiting)],
             times={},
             parts=[],
             rows=Pieces(),
+            waiting=waiting,
             frame=kept,
-            names=self.columns,
+            names=names,
         )
 
     def _chosen(self, frame: DataFrame, actions: Actions, options: PrepareOptions) -> DataFrame:
+        """The rows that fulfill --where; `acts`: whether they are actions, and not --shown."""
+        where = self._conditions(frame, actions, options, options.where, "--where")
+        shown = self._conditions(frame, actions, options, options.shown, "--shown")
+        marked = frame.withColumn("acts", F.lit(True))
+        return marked.mapInArrow(partial(_fulfilling, where, shown), marked.schema) if where or shown else marked
+
+    def _conditions(
+        self, frame: DataFrame, actions: Actions, options: PrepareOptions, conditions: Sequence[str], flag: str
+    ) -> list[Condition]:
         own = {options.user_column: "user", options.item_column: "item"}
         own |= {options.timestamp_column: "time"} if options.timestamp_column else {}
-        columns = own | self.columns
-        for condition in options.where:
-            name = column_of(condition, columns)
+        columns, found = own | self.columns, list[Condition]()
+        for condition in conditions:
+            name = column_of(condition, columns, flag)
             if columns[name] == "time":
-                frame = frame.mapInArrow(partial(_in_time, condition, list(columns), name, actions.unit), frame.schema)
+                found.append(partial(_in_time, condition, list(columns), name, actions.unit, flag))
                 continue
             values = _array(frame.select(columns[name]).distinct(), columns[name])
             known = values.dictionary_encode() if is_text(values.type) else values
-            found = holds(condition, dict.fromkeys(columns, pa.nulls(0)) | {name: known})
-            frame = _having(frame, columns[name], values.filter(pa.array(found)))
-        return frame
+            holding = holds(condition, dict.fromkeys(columns, pa.nulls(0)) | {name: known}, flag=flag)
+            found.append(partial(_among, columns[name], values.filter(pa.array(holding))))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,7 +400,11 @@ class _Ordered(Ordered):
         return self._distinct[name]
 
     def column(self, name: str) -> pa.Array:
-        return self._values(name)[0]
+        values = self._values(name)[0]
+        if name != SHOWN:
+            return values
+        items = pc.split_pattern(values, "\0")
+        return lists_of(lengths(items), items.flatten())
 
     def counts(self, name: str) -> np.ndarray:
         return self._values(name)[1]
@@ -423,7 +447,7 @@ class _Ordered(Ordered):
             made = contents.columns[feature.name]
             parallel = {of: numbers[:] for of, numbers in made.parallel.items()}
             whole = Column(made.values[:], None if made.offsets is None else made.offsets[:], parallel)
-            events[feature.name] = self.names[name], self.column(name), whole
+            events[feature.name] = self.names[name], self._values(name)[0], whole
         users = {feature.name: contents.columns[feature.name] for feature in contents.schema.of("user")}
         write = _part_writer(directory.resolve(), contents.schema, self.user_ids, users, events, USERS_PER_FILE)
         parts = self.frame.withColumn("part", F.expr(f"user_index div {USERS_PER_FILE}")).groupBy("part")
@@ -523,15 +547,45 @@ def _having(frame: DataFrame, column: str, values: pa.Array) -> DataFrame:
 
 def _only(column: str, values: pa.Array, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for batch in batches:
-        yield batch.filter(pc.is_in(batch[column], value_set=values))
+        yield batch.filter(_among(column, values, batch))
+
+
+def _fulfilling(
+    where: Sequence[Condition], shown: Sequence[Condition], batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        for holding in where:
+            batch = batch.filter(holding(batch))
+        acts = ~np.logical_or.reduce([as_numpy(of(batch)) for of in shown] or [np.zeros(len(batch), bool)])
+        yield batch.set_column(batch.schema.get_field_index("acts"), "acts", pa.array(acts))
+
+
+def _among(column: str, values: pa.Array, batch: pa.RecordBatch) -> pa.Array:
+    return pc.is_in(batch[column], value_set=values)
 
 
 def _in_time(
-    condition: str, columns: list[str], name: str, unit: str | None, batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        times = dict.fromkeys(columns, pa.nulls(0)) | {name: batch["time"]}
-        yield batch.filter(pa.array(holds(condition, times, {name: unit or ""})))
+    condition: str, columns: list[str], name: str, unit: str | None, flag: str, batch: pa.RecordBatch
+) -> pa.Array:
+    times = dict.fromkeys(columns, pa.nulls(0)) | {name: batch["time"]}
+    return pa.array(holds(condition, times, {name: unit or ""}, flag))
+
+
+def _with_shown(kept: DataFrame, shown: DataFrame) -> tuple[DataFrame, pa.Table]:
+    """The actions with SHOWN, the ids of the items shown before each with NUL between them; and what waits."""
+    own = ["user", "item", "acts", *IN_TIME]
+    # What is shown at the time of an action comes before it.
+    in_time = Window.partitionBy("user").orderBy("time", "acts", "fraction", *IN_FILE)
+    ahead = in_time.rowsBetween(0, Window.unboundedFollowing)
+    of_action = F.first(F.when(F.col("acts"), F.struct(*IN_FILE)), ignorenulls=True).over(ahead)
+    found = kept.select(own).union(shown.select(own)).withColumn("next", of_action).where("not acts")
+    in_order = F.array_sort(F.collect_list(F.struct(*IN_TIME, "item")))
+    before = F.array_join(F.transform(in_order, lambda each: each["item"]), "\0").alias(SHOWN)
+    lists = found.where("next is not null").groupBy(F.col("next.file"), F.col("next.row")).agg(before)
+    left = found.where("next is null").select("user", "item", *IN_TIME).toArrow()
+    order = np.lexsort([left[name].to_numpy() for name in IN_TIME[::-1]])
+    waiting = by_user(left.select(["user", "item"]).take(pa.array(order)))
+    return kept.join(lists, list(IN_FILE), "left"), waiting
 
 
 def _moved(starts: np.ndarray, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -119,6 +119,15 @@ def test_a_table_with_features_of_all_owners(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
+def test_rows_that_are_no_actions_but_were_shown(tmp_path: Path) -> None:
+    clicks(tmp_path)
+    given = {"shown": ("kind = z", "timestamp < 2020-09-13T12:27:30"), "where": ("item != i3",), "max_rejects": 0.1}
+    here, there = both(tmp_path, **given, min_item_actions=3, min_user_actions=6)
+    require_same(tmp_path, here, there)
+    assert "rows wait for an action of their user" in here[1] and "waiting.parquet" in here[0]["files"]
+    assert load_dataset(tmp_path / "spark").event_features["shown"].values.any()
+
+
 def test_parquet_in_the_order_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = np.random.default_rng(0)
     (tmp_path / "in").mkdir()
