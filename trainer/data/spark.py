@@ -371,7 +371,10 @@ class _Job:
         for condition in conditions:
             name = column_of(condition, columns, flag)
             if columns[name] == "time":
-                found.append(partial(_in_time, condition, list(columns), name, actions.unit, flag))
+                in_time = partial(_in_time, condition, list(columns), name, actions.unit, flag)
+                # What is wrong with it is said here, not by a task.
+                in_time(pa.record_batch({"time": pa.array([], pa.int64())}))
+                found.append(in_time)
                 continue
             values = _array(frame.select(columns[name]).distinct(), columns[name])
             known = values.dictionary_encode() if is_text(values.type) else values

@@ -162,9 +162,14 @@ def test_parquet_in_the_order_of_its_rows(tmp_path: Path, monkeypatch: pytest.Mo
         ({}, "user,item\n1,2", "no column 'timestamp'"),
         ({}, "user,item,timestamp\n1,2,3", "no user has 5 or more actions"),
         ({}, "user,item,timestamp\n1,2,3\n,,", "1 of 2 lines are malformed"),
+        (
+            {"shown": ("timestamp > x",)},
+            "user,item,timestamp\n1,2,3",
+            "--shown 'timestamp > x': 'x' is neither a number",
+        ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, options: dict[str, str], content: str, message: str) -> None:
+def test_what_is_refused(tmp_path: Path, options: dict[str, Any], content: str, message: str) -> None:
     (tmp_path / "in.csv").write_text(content)
     given = {"out": str(tmp_path / "out")} | options
     with pytest.raises(ValueError, match=re.escape(message)):
