@@ -87,9 +87,8 @@ class Kind(ABC):
     @abstractmethod
     def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], int]) -> Any:
         """The value of a request, None where it is missing. `row_of` finds the row of an id, or the vector of a text,
-        for kinds of texts. Returns a row or a list of
-        rows of the table, or a number or a list of numbers; a kind with parallel numbers, a list for the rows and one
-        more for each of these.
+        for kinds of texts. Returns a row or a list of rows of the table, or a number or a list of numbers; a kind with
+        parallel numbers, a list for the rows and one more for each of these.
 
         TypeError or ValueError that begins with what is wrong: "is …; it must be …".
         """

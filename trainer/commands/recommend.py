@@ -50,8 +50,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: a tenth)")] = None
-    """K': items that the h-indexer keeps for the similarity to rank. A tenth of them is at least 5 k and 500, at most
-    100,000; with --limit it is 100,000."""
+    """K': items that the h-indexer keeps for the similarity to rank. By default a tenth of the export's, but at least
+    5 k and 500, and at most 100,000; with --limit 100,000."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""
 

@@ -179,9 +179,9 @@ class TrainingBatches:
         ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
         histories into windows (`_windows`). `explicit` negatives take the place of up to half of the sampled ones.
         `weights` are those of the actions as targets [actions]. The last sequences of users in `first_U` [U] begin each
-        epoch. 0 `negatives` are all items, shared by the batch. With `item_id_dropout` and
-        features of items, none is drawn whose actions are all held out: as one that is never taken, it would teach the
-        features that are to rank it the opposite. Where ids alone rank, such items stay behind others as negatives.
+        epoch. 0 `negatives` are all items, shared by the batch. With `item_id_dropout` and features of items, no item
+        whose actions are all held out is a sampled negative: features, which are to rank it, would learn that it is
+        never taken. Without, such items are negatives, and ids rank them behind others.
 
         Raises ValueError if no user has two actions, which a training position needs, besides those held out; if the
         negatives are all items, and these are too many; and for `explicit` negatives with `in_batch` or 0."""

@@ -105,6 +105,8 @@ class PrepareOptions:
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
         require(self.min_feature_count >= 1, "--min-feature-count", self.min_feature_count, "1 or more")
+        if self.embed and not self.embedded_columns:
+            raise ValueError(f"--embed is {self.embed!r:.80}; it must be names of columns, such as title,description")
         if self.embed_with != NGRAMS and not (self.embed or self.schema):
             raise ValueError("--embed-with is for the columns that --embed names; give these, or leave it out")
         require(0 <= self.max_rejects <= 1, "--max-rejects", self.max_rejects, "a share from 0 to 1")

@@ -122,7 +122,6 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     torch.set_num_threads(threads)
     tell = say if ranks.rank == 0 else lambda line: None
     retriever = Retriever.load(place)
-    asked = _with_stage_1(asked, retriever, tell)
     options = asked.options
     dataset = None if asked.similar_items else load_dataset(asked.data)
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
@@ -138,6 +137,8 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
             shutil.rmtree(asked.parts, ignore_errors=True)
         raise
+    asked = _with_stage_1(asked, retriever, only, tell)
+    options = asked.options
     job = {
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
@@ -170,14 +171,14 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         return on_first_rank(lambda: _finish(asked, histories, retriever, blocks), ranks)
 
 
-def _with_stage_1(asked: Asked, retriever: Retriever, tell: Callable[[str], None]) -> Asked:
+def _with_stage_1(asked: Asked, retriever: Retriever, only: Allowed | None, tell: Callable[[str], None]) -> Asked:
     """What is asked, with how many items stage 1 keeps. By default they are fewer than those of a request, as all users
     are answered; limits may take any number of items, so not with them."""
     options, X = asked.options, retriever.num_items
     if options.stage1 is not None or asked.limit or retriever.tower.hindexer is None:
         return asked
     kept = min(options.kept, max(LEAST, 5 * options.k, X // 10))
-    if kept < X:
+    if kept < (X if only is None else only.count):
         tell(f"the h-indexer keeps {kept:,} of {X:,} items for each answer; --stage1 {X} ranks all by the similarity")
     return replace(asked, options=replace(options, stage1=kept))
 

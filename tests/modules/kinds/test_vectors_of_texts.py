@@ -142,6 +142,7 @@ def written(folder: Path, first: int = 0, items: int = 6) -> dict[str, str]:
         ({"embed": "blank"}, r"feature blank has no texts; kind text needs some"),
         ({"embed": "title", "embed_with": "ngram"}, r"^no encoder of texts named 'ngram'.*; there are: ngrams"),
         ({"embed_with": "letters"}, r"^--embed-with is for the columns that --embed names"),
+        ({"embed": " , "}, r"^--embed is ' , '; it must be names of columns"),
         ({"embed": "title", "append": "d"}, r"^--append takes no --embed, because the dataset has its features"),
     ],
 )
