@@ -46,8 +46,9 @@ def sized(description: Mapping[str, Any]) -> Sized:
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
     steps = -(-users // batch)
     known = [f for f in description["schema"]["features"] if f["owner"] == "item" and f["name"] != "item"]
-    # Dates did not pay (benchmarks/notes/features.md), and requests would need their time.
-    features = [f["name"] for f in known if f["kind"] != "date"]
+    # Neither paid (benchmarks/notes/features.md), and with dates, requests would need their time.
+    left_out = [f["name"] for f in known if f["kind"] in ("date", "text")]
+    features = [f["name"] for f in known if f["name"] not in left_out]
     settings: dict[str, tuple[Any, str]] = {
         "model.encoder.max_length": (longest, f"users have {mean:.1f} actions on average"),
         "train.batch_size": (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),
@@ -62,7 +63,8 @@ def sized(description: Mapping[str, Any]) -> Sized:
     if users > RANKED:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
     if features:
-        settings["model.features"] = (features, "those of items: requests need not name them")
+        without = f", without {', '.join(left_out)}: dates and vectors of texts did not pay" if left_out else ""
+        settings["model.features"] = (features, f"those of items: requests need not name them{without}")
         settings[DROPOUT] = (ITEM_ID_DROPOUT, "so that items added later are ranked by their features")
     return settings
 

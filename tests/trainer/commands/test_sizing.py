@@ -54,7 +54,11 @@ def test_item_features_are_taken_and_no_others() -> None:
     assert sized(described(10, 10, 100, BRAND, AGE))["model.features"][0] == ["brand"]
     assert "model.features" not in sized(described(10, 10, 100, AGE))
     dated = {"name": "released", "owner": "item", "kind": "date", "unit": "s"}
-    assert sized(described(10, 10, 100, BRAND, dated))["model.features"][0] == ["brand"]
+    titles = {"name": "title", "owner": "item", "kind": "text", "width": 2, "encoder": "ngrams", "version": "1"}
+    assert sized(described(10, 10, 100, BRAND, dated, titles))["model.features"] == (
+        ["brand"],
+        "those of items: requests need not name them, without released, title: dates and vectors of texts did not pay",
+    )
 
 
 def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:
