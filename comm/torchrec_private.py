@@ -46,8 +46,12 @@ NAMES = {
         "_init_from_local_shards_and_global_metadata",
         "_process_group",
     ),
-    # The time limits of collectives.
-    "torch.distributed.distributed_c10d": ("_get_backend", "_set_default_timeout"),
+    # The time limits of collectives, and how many a rank has begun.
+    "torch.distributed.distributed_c10d": (
+        "_get_backend",
+        "_set_default_timeout",
+        "_get_sequence_number_for_group",
+    ),
     # DDP's buckets, rebuilt before the first step.
     "torch.nn.parallel.distributed": ("_push_all_rebuilt_params", "_rebuild_buckets"),
 }

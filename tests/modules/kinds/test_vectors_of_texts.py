@@ -203,6 +203,8 @@ def test_vectors_go_through_all_commands(tmp_path: Path) -> None:
 
 
 def test_an_encoder_of_a_plugin_is_needed_where_it_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TEXT_ENCODERS, "data", dict(TEXT_ENCODERS.data))
+    monkeypatch.setattr("logitmix.common.plugins._loaded", {})
     load_plugins([str(LETTERS)])
     data, files = tmp_path / "data", written(tmp_path)
     prepare(PrepareOptions("table", out=str(data), embed="title", embed_with="letters", **files))
