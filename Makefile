@@ -66,10 +66,10 @@ train: install data/demo/dataset.json
 data/demo/dataset.json: | install
 	logitmix prepare demo --out data/demo
 
-# Four processes for two cores, because half of a test's time is waiting. Each gets a file at a time, in order, so that
-# what a file's tests share is made once.
+# Three processes for two cores, because some tests wait; four take as long. Each gets a file at a time, in order, so
+# that what a file's tests share is made once.
 test: lint
-	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 4 --dist loadfile --no-loadscope-reorder)
+	pytest $(if $(filter cuda,$(ACCELERATOR)),-m 'not slow',--numprocesses 3 --dist loadfile --no-loadscope-reorder)
 
 quick: install
 	pytest -m quick --hypothesis-profile quick --durations 10
