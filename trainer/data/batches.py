@@ -56,13 +56,14 @@ class HeldOut:
         """Which users training sees: those with a target that is not held out, and an action before it."""
         return self.sequence_end - dataset.offsets[:-1] >= 2
 
-    def seen_items(self, dataset: Dataset) -> NDArray[np.bool_]:
-        """Which items have an action that is not held out [X]."""
-        seen_X = np.zeros(dataset.num_items, bool)
+    def training_counts(self, dataset: Dataset) -> Ints:
+        """How many actions each item has that may be trained on [X]."""
+        count_X = np.zeros(dataset.num_items, np.int64)
         for users, bounds in user_blocks(dataset.offsets):
             lengths = np.maximum(self.train_end[users] - bounds[:-1], 0)
-            seen_X[dataset.items_flat[ranges(bounds[:-1], lengths)]] = True
-        return seen_X
+            items = dataset.items_flat[ranges(bounds[:-1], lengths)]
+            count_X += np.bincount(items, minlength=dataset.num_items)
+        return count_X
 
 
 def require_trained(dataset: Dataset, held_out: HeldOut) -> NDArray[np.bool_]:
@@ -230,8 +231,10 @@ class TrainingBatches:
         self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
         self.in_batch, self.weights, self.explicit = in_batch, weights, explicit
         by_features = item_id_dropout > 0 and schema.of("item")
-        self._unseen = np.flatnonzero(~held_out.seen_items(dataset)) if by_features else np.zeros(0, np.int64)
-        self.num_drawable = dataset.num_items - len(self._unseen)
+        unseen = np.flatnonzero(held_out.training_counts(dataset) == 0) if by_features else np.zeros(0, np.int64)
+        self.num_drawable = dataset.num_items - len(unseen)
+        self._drawable_before = unseen - np.arange(len(unseen))
+        """How many items may be negatives that come before each one that may not."""
         self.log_q_X = self._log_q() if in_batch else None
         self._shuffled: tuple[int, Ints] = (-1, self.user_S)
         self.steps_per_epoch = -(-len(self.user_S) // batch_size)
@@ -370,7 +373,7 @@ class TrainingBatches:
 
     def _drawable(self, number_GN: Ints) -> Ints:
         """The items that may be negatives, by their numbers among these."""
-        return number_GN + np.searchsorted(self._unseen - np.arange(len(self._unseen)), number_GN, side="right")
+        return number_GN + np.searchsorted(self._drawable_before, number_GN, side="right")
 
     def _draw(self, key: list[int], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
         """Random numbers below a bound [G, count] for the groups of `part` of a global batch's sequences."""

@@ -35,8 +35,6 @@ PAIRS = 2**30
 users."""
 ACTIONS = 2**25
 """Actions that similarities are computed from, at most."""
-USERS = 2**16
-"""Users whose actions are counted at once."""
 BLOCK_PAIRS = 2**24
 """Pairs worked on at once."""
 SCORES = 2**22
@@ -76,20 +74,10 @@ def rank_targets(score: Score, users: RankingUsers, num_items: int, exclude_hist
     return rank_U
 
 
-def training_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
-    """How many training actions each item has [X]."""
-    count_X = np.zeros(dataset.num_items, np.int64)
-    # Some users at a time: the places of all actions would take several times the memory of the dataset.
-    for start in range(0, dataset.num_users, USERS):
-        users = np.arange(start, min(start + USERS, dataset.num_users))
-        count_X += np.bincount(_training(dataset, held_out, users)[1], minlength=dataset.num_items)
-    return count_X
-
-
 def target_counts(dataset: Dataset, held_out: HeldOut) -> Ints:
     """How many training actions each item has that may be targets [X]."""
     if held_out.places is None:
-        return training_counts(dataset, held_out)
+        return held_out.training_counts(dataset)
     user = np.searchsorted(dataset.offsets, held_out.places, side="right") - 1
     seen = held_out.places[held_out.places < held_out.train_end[user]]
     return np.bincount(dataset.items_flat[seen], minlength=dataset.num_items)

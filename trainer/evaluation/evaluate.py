@@ -36,7 +36,6 @@ from logitmix.trainer.evaluation.baselines import (
     popularity,
     rank_targets,
     target_counts,
-    training_counts,
 )
 from logitmix.trainer.evaluation.by_group import features_of, means_by_group
 from logitmix.trainer.evaluation.embed import Embedder
@@ -219,7 +218,7 @@ class Evaluation:
     @cached_property
     def training_counts(self) -> np.ndarray:
         """How many training actions each item has [X]."""
-        return training_counts(self.dataset, self.held_out)
+        return self.held_out.training_counts(self.dataset)
 
     def baselines(self, split: Split) -> dict[str, float]:
         """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and

@@ -14,6 +14,7 @@ from small_data import in_memory, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import Config
+from logitmix.trainer.data import columns
 from logitmix.trainer.data.batches import HeldOut, Split, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation import baselines, evaluate
@@ -22,7 +23,6 @@ from logitmix.trainer.evaluation.baselines import (
     ItemKNN,
     popularity,
     rank_targets,
-    training_counts,
     users_of_both,
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
@@ -53,7 +53,7 @@ def test_ranks_are_those_of_a_plain_computation(
     monkeypatch.setattr(baselines, "NEIGHBORS", 4)
     monkeypatch.setattr(baselines, "BLOCK_PAIRS", block_pairs)
     monkeypatch.setattr(baselines, "SCORES", 100)  # three users at a time
-    monkeypatch.setattr(baselines, "USERS", 7)
+    monkeypatch.setattr(columns, "USERS_AT_ONCE", 7)
     users = ranking_users(dataset, "test", 5, held_out)
     trained = training_histories(dataset, held_out)
     neighbors = plain_neighbors(trained, 4)
@@ -70,7 +70,7 @@ def test_ranks_are_those_of_a_plain_computation(
         expected["popularity"].append(plain_rank(counts, target, out, dataset.num_items))
         expected["item_knn"].append(plain_rank(knn, target, out, dataset.num_items))
     for name, score in (
-        ("popularity", popularity(training_counts(dataset, held_out))),
+        ("popularity", popularity(held_out.training_counts(dataset))),
         ("item_knn", ItemKNN.fit(dataset, held_out)),
     ):
         assert rank_targets(score, users, dataset.num_items, exclude).tolist() == expected[name]
@@ -121,7 +121,7 @@ def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:
         items[end - 2 : end] = 0
     changed = replace(dataset, items_flat=items)
     users = ranking_users(dataset, "validation", 5)
-    for fit in (lambda *of: popularity(training_counts(*of)), ItemKNN.fit):
+    for fit in (lambda dataset, held_out: popularity(held_out.training_counts(dataset)), ItemKNN.fit):
         assert np.array_equal(fit(dataset, held)(users), fit(changed, held)(users))
 
 

@@ -12,7 +12,6 @@ from small_data import a_model, small_config, write_dataset
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.evaluation.baselines import training_counts
 from logitmix.trainer.evaluation.by_group import features_of, means_by_group
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.metrics import NOT_SERVED, means
@@ -24,7 +23,7 @@ def test_groups_are_those_of_lists(tmp_path: Path) -> None:
     """60 users, 3 countries, 7 brands, 11 tags in bags of 0 to 3, ages that all differ."""
     dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
     held_out = leave_one_out(dataset)
-    users, count_X = ranking_users(dataset, "test", 10, held_out), training_counts(dataset, held_out)
+    users, count_X = ranking_users(dataset, "test", 10, held_out), held_out.training_counts(dataset)
     rank_U = np.random.default_rng(1).integers(1, 60, len(users))
     rank_U[:3] = NOT_SERVED
     found = means_by_group(features_of(NAMES, dataset), rank_U, users, dataset, held_out, count_X)
