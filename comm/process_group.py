@@ -118,7 +118,8 @@ def process_group(
             try:
                 yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
             finally:  # and lets go of the group
-                heartbeat.begun = partial(int, heartbeat.begun())
+                begun = heartbeat.begun()
+                heartbeat.begun = lambda: begun
             dist.destroy_process_group()
     except BaseException as error:
         why = _lost(error, place.rank, timeout_seconds, heartbeat)

@@ -119,11 +119,13 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
     # Chosen by the compiler's report of registers and shared memory. NT * IP is 64, so that the last product of a tile,
     # [C, NT * I], has more columns than rows up to a width of 32: the others are divided as it is.
     NT = min(16, 64 // IP)
-    half, wide = dtype == torch.bfloat16, CP > 32
-    TT = max((16 if half and not wide else 32) // NT, 16 // UP)
+    half = dtype == torch.bfloat16
+    shared = half and CP <= 32
+    """Whether two backward programs share a multiprocessor."""
+    TT = max((16 if shared else 32) // NT, 16 // UP)
     # Few components cannot be divided among more warps: each would have copies.
     of_targets = 16 if not half else 8 if UP * IP > 16 else 4
-    return _Plan(UP, IP, CP, HP, TT, NT, 16, of_targets, of_targets if wide else min(of_targets, 4) if half else 16)
+    return _Plan(UP, IP, CP, HP, TT, NT, 16, of_targets, 4 if shared else of_targets)
 
 
 def _registers(warps: int) -> dict[str, int]:
@@ -624,6 +626,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
                 H, HP, EMULATED,
             )  # fmt: skip
             if query.dtype.element_ty != tl.float32:
+                # Loaded again, because there are no registers to keep them.
                 negative_NI = tl.load(negative + group * N + ni, mask=ni < N, other=0, cache_modifier=".ca")
                 item_NIC = _load_components(item, negative_NI, i, item_inside, I, C, CP, ".ca")
             d_side = _side_major(rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)

@@ -21,7 +21,7 @@ from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.data.arrays import FOLDER
 from logitmix.trainer.data.arrow import as_numpy
 from logitmix.trainer.data.columns import Column, ranges
-from logitmix.trainer.data.dataset import Dataset, load_dataset, raw_user_ids_of, stored_values
+from logitmix.trainer.data.dataset import Dataset, files_of, load_dataset, raw_user_ids_of, stored_values
 from logitmix.trainer.data.description import (
     APPENDED,
     FORMAT,
@@ -107,7 +107,7 @@ def read_for_appending(path: Path) -> tuple[dict[str, Any], Schema]:
 def read_waiting(path: Path) -> pa.Table | None:
     """What was shown and waits for actions that follow those of the dataset at `path`, as in Ordered. ValueError for a
     file that does not have it."""
-    file = max(path.glob(f"{APPENDED}/*/{WAITING}"), default=path / WAITING)
+    file = files_of(path, WAITING)[-1]
     if not file.exists():
         return None
     with reading(path, name_of(path, file)):

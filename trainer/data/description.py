@@ -20,11 +20,19 @@ from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
 
 FORMAT = Checked("logitmix dataset", 3)
-APPENDED, PROJECTIONS = "appended", "projections"
-WAITING = "waiting.parquet"
+APPENDED, PROJECTIONS, WAITING = "appended", "projections", "waiting.parquet"
 ENTRIES = frozenset(
-    {"dataset.json", "items.parquet", "sequences", "vocabularies", PROJECTIONS, "rejects.tsv", WAITING}
-    | {APPENDED, FOLDER}
+    [
+        "dataset.json",
+        "items.parquet",
+        "sequences",
+        "vocabularies",
+        PROJECTIONS,
+        "rejects.tsv",
+        WAITING,
+        APPENDED,
+        FOLDER,
+    ]
 )
 DIGESTS = ("kind", "files", "sha256")
 """The entries of dataset.json that other writers may leave out."""
