@@ -48,7 +48,6 @@ from logitmix.trainer.config import flatten, load_recipe, with_settings
 from logitmix.trainer.data.batches import RankingUsers, leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.evaluation.baselines import training_counts
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.metrics import means
 from logitmix.trainer.run.checkpoint import load_saved
@@ -628,7 +627,7 @@ def groups(options: Options) -> Iterator[dict[str, Any]]:
         held_out = leave_one_out(data, validation=False)
         users = ranking_users(data, "test", 1, held_out)
         by = {
-            "training actions of the target": training_counts(data, held_out)[users.target],
+            "training actions of the target": held_out.training_counts(data)[users.target],
             "earlier actions of the user": users.seen_lengths,
         }
         runs = {method: refits(dataset, method, options) for method in methods}
