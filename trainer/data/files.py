@@ -46,6 +46,8 @@ _COMPRESSIONS: dict[str, tuple[bytes, _Unpack | None]] = {
 }
 """What a compressed file begins with, and what reads it; None: it is refused."""
 _LONGEST_BEGIN = 10
+_NO_TEXTS = {b"ARROW1": "Arrow (Feather)", b"Obj\x01": "Avro", b"ORC": "ORC", b"\xd0\xcf\x11\xe0": "Excel"}
+"""What files of other kinds begin with."""
 _BLOCK = 1 << 16
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _OF_OTHERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "metadata": "Iceberg"}
@@ -111,6 +113,9 @@ class InputFile:
             raise ValueError(
                 f"{self.path}{within}: is {encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8"
             )
+        kind = next((kind for begin, kind in _NO_TEXTS.items() if start.startswith(begin)), "")
+        if kind and b"\0" in start:
+            raise ValueError(f"{self.path}{within}: is a file of {kind}; write it as Parquet or CSV")
         if start.startswith(codecs.BOM_UTF8):
             stream.read(len(codecs.BOM_UTF8))
         return stream

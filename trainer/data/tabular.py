@@ -78,7 +78,7 @@ def _read_file(
     if parquet:
         yield from _read_parquet(file, keys, rejects, progress)
     elif is_zip(file.path):
-        raise ValueError(f"{file.path}: is a zip; unpack it and give the table in it")
+        raise ValueError(f"{file.path}: is a zip; unpack it and give the table in it (or write that of Excel as CSV)")
     elif is_json(file):
         yield from read_json(file, keys, rejects, progress)
     else:

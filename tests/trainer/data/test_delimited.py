@@ -115,6 +115,12 @@ def test_other_compressions_are_named(name: str, zipped: bool, tmp_path: Path, r
         list(read_delimited(file, LINES, rejects, PROGRESS))
 
 
+def test_files_of_other_kinds_are_named(tmp_path: Path, rejects: Rejects) -> None:
+    with pytest.raises(ValueError, match=r"in\.txt: is a file of ORC; write it as Parquet or CSV$"):
+        list(read_delimited(file_of(tmp_path, b"ORC\x0a\x00\x00\x01" * 9), LINES, rejects, PROGRESS))
+    assert len(actions(read_delimited(file_of(tmp_path, b"ORC 2\n"), LINES, rejects, PROGRESS))) == 1
+
+
 @pytest.mark.parametrize("name", ["bzip2", "xz"])
 def test_bzip2_and_xz_are_read(name: str, tmp_path: Path, rejects: Rejects) -> None:
     content = b"".join(b"%d 2\n" % user for user in range(9_000))
