@@ -4,7 +4,11 @@
 
 - precision: BF16 and the FP8 wire, of two processes with one thread each, so that rows and gradients are sent. A CPU
   without BF16 arithmetic computes in FP32 in every arm.
+- hindexer: by the weight of stage 1's loss, and with that loss detached from the tables, the towers and the encoder.
 - features: dot product and mixture of logits with ids alone and with features of users and items.
+- own: alternatives to the recipe `auto`, each trained for --minutes in FP32, by which `auto` was chosen.
+- similarity: dot product and mixture of logits for --minutes, on the demo and on a control of low rank, which a dot
+  product can represent.
 
 An arm is one or several of an experiment's changes, joined by +. Runs of a seed start from the same weights and see the
 same batches. The table gives the means over the seeds with HR@10's range, and the mean difference to the first arm with
@@ -48,13 +52,15 @@ class Experiment:
     changes: Mapping[str, Settings]
     arms: str
     base: Settings = field(default_factory=dict)
+    metrics: tuple[str, ...] = METRICS
     processes: int = 1
     seeds: int = 3
 
     def settings(self, dataset: str, arm: str) -> Settings:
         merged = {**self.base, **self.datasets[dataset]}
         for change in arm.split(" + "):
-            merged |= self.changes[change]
+            # `auto` chooses for the dataset.
+            merged = (self.base if change == "auto" else merged) | self.changes[change]
         return merged
 
 
@@ -79,11 +85,20 @@ MOL_4X4 = {
     "model.similarity.query-components": "4", "model.similarity.item-components": "4",
     "model.similarity.projection-hidden": "128", "model.similarity.gate-hidden": "64",
 }  # fmt: skip
+WEIGHT = "model.hindexer.weight"
 
 EXPERIMENTS = {
     "precision": Experiment(
         TO_THE_END, PRECISIONS, "fp32,bf16,bf16 + fp8 wire,bf16 + fp8 wire + bf16 dense", FP32_WIRE,
         processes=2, seeds=5,
+    ),
+    "hindexer": Experiment(
+        {name: TO_THE_END[name] for name in ("ml-100k-mol", "demo")},
+        {**{of: {WEIGHT: of} for of in ("0", "0.1", "0.3", "1")}, "detach": {WEIGHT: "1", "model.hindexer.detach": ""}},
+        "0,0.1,0.3,1,detach",
+        {**PRECISIONS["bf16"], **FP8_WIRE},
+        ("hr@10", "mrr", "hindexer/hr@10", "hindexer/recall_of_top10@100", "hindexer/recall_of_top100@500"),
+        processes=2,
     ),
     "features": Experiment(
         {"ml-100k": {**SHORT, "train.epochs": "16", "evaluate.every-epochs": "2"},
@@ -91,18 +106,52 @@ EXPERIMENTS = {
         {"dot": {"recipe": "ml-1m-dot"},
          "mol": {"recipe": "ml-1m-mol", "no-start": "", **MOL_4X4},
          "user": {"model.features": "gender age occupation zip"},
-         "user and item": {"model.features": "gender age occupation zip genres year"}},
+         "user and item": {"model.features": "gender age occupation zip genres year"},
+         "recency": {"model.features": "recency"}},
         "dot,dot + user,dot + user and item,mol,mol + user,mol + user and item",
         PRECISIONS["bf16"],
     ),
+    "own": Experiment(
+        {"ml-100k": {"model.encoder.max-length": "100", "evaluate.every-epochs": "4"},
+         "demo": {"model.encoder.max-length": "50", "evaluate.every-epochs": "2"},
+         "beauty": {"model.encoder.max-length": "50"}},
+        {"auto": {"recipe": "auto"},
+         "start": {"recipe": "ml-1m-dot", "train.batch-size": "32", "train.epochs": "1000",
+                   "model.loss.negatives": "128"},
+         "mol": {"model.similarity.kind": "mol", **MOL_4X4, WEIGHT: "0.3"},
+         "D 128": {"model.dim": "128"},
+         "batch 128": {"train.batch-size": "128"},
+         "128 positions": {"model.loss.negatives": "512", "model.loss.share": "group",
+                           "model.loss.group-positions": "128"},
+         "512 shared": {"model.loss.share": "batch", "model.loss.negatives": "512"},
+         "2048 shared": {"model.loss.share": "batch", "model.loss.negatives": "2048"},
+         "dropout 0.5": {"model.encoder.dropout": "0.5"},
+         "lr 0.003": {"dense.lr": "0.003", "tables.lr": "0.003"},
+         "1 block": {"model.encoder.blocks": "1"},
+         "item features": {"model.features": "genres year"},
+         "wsd": {"train.schedule": "wsd"}},
+        "auto,start,start + mol,start + 2048 shared + lr 0.003",
+        {**PRECISIONS["fp32"], "train.minutes": "1", "evaluate.users": "5000"},
+        ("hr@10", "hr@50", "ndcg@10", "mrr"),
+        seeds=1,
+    ),
+    "similarity": Experiment(
+        {"demo": {}, "demo-low-rank": {}},
+        {**{f"dot {of}": {"model.similarity.kind": "dot", "model.dim": of, WEIGHT: "0"} for of in ("48", "128", "256")},
+         "mol": {"model.similarity.kind": "mol", "model.dim": "64", WEIGHT: "0"},
+         "h-indexer": {WEIGHT: "1"}},
+        "dot 48,dot 128,dot 256,mol,mol + h-indexer",
+        {"recipe": "demo-mol", **PRECISIONS["fp32"], "train.minutes": "1", "train.epochs": "100000",
+         "evaluate.every-epochs": "5"},
+    ),
 }  # fmt: skip
-RAW = {"ml-100k": "ml-100k.zip", "ml-1m": "ml-1m.zip"}
-"""Files in --source."""
+RAW = {"ml-100k": "ml-100k.zip", "ml-1m": "ml-1m.zip", "beauty": "amazon-beauty/beauty.txt.gz"}
+"""Files in --source; the last one's lines are `user item`."""
 
 
 @dataclass(frozen=True)
 class Options:
-    experiment: Annotated[Literal["precision", "features"], tyro.conf.Positional]
+    experiment: Annotated[Literal["precision", "hindexer", "features", "own", "similarity"], tyro.conf.Positional]
     datasets: str = ""
     """Of the experiment; all if none are named."""
     arms: str = ""
@@ -153,14 +202,14 @@ def main(options: Options) -> None:
         for dataset in datasets
     }
     title = f"{len(seeds)} seeds, {experiment.processes} processes x 1 thread, {options.jobs} runs at once; {machine()}"
-    show(rows, title)
+    show(rows, experiment.metrics, title)
 
 
 def prepare(path: Path, dataset: str, source: str) -> None:
     if not (path / "dataset.json").exists():
         raw = dataset.removesuffix("-mol")
         given = ["--source", str(Path(source) / RAW[raw])] if source and raw in RAW else []
-        logitmix("prepare", raw, *given, "--out", str(path))
+        logitmix("prepare", "sequences" if raw == "beauty" else raw, *given, "--out", str(path))
 
 
 def words_of(settings: Settings) -> list[str]:
@@ -198,8 +247,8 @@ def compared(runs: Sequence[Results], reference: Sequence[Results], metric: str)
     return f"{shown} ± {half:.4f}"
 
 
-def show(rows: Mapping[str, Mapping[str, Sequence[Results]]], title: str) -> None:
-    heads = [head for metric in METRICS for head in (metric, "difference")]
+def show(rows: Mapping[str, Mapping[str, Sequence[Results]]], metrics: Sequence[str], title: str) -> None:
+    heads = [head for metric in metrics for head in (metric, "difference")]
     table = Table("dataset", "arm", "examples/s", "step", "validation", *heads, title=title)
     for dataset, arms in rows.items():
         first = next(iter(arms.values()))
@@ -210,7 +259,7 @@ def show(rows: Mapping[str, Mapping[str, Sequence[Results]]], title: str) -> Non
                 for name in ("examples_per_second", "step")
             ]
             cells.append(f"{statistics.mean(run['validation'] for run in runs):.4f}" if learned else "")
-            for metric in METRICS:
+            for metric in metrics:
                 values = [run[metric] for run in runs if metric in run]
                 ranged = f" ({min(values):.4f} to {max(values):.4f})" if metric == "hr@10" and len(values) > 1 else ""
                 cells.append(f"{statistics.mean(values):.4f}{ranged}" if values else "")

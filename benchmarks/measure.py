@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import resource
 import signal
 import statistics
 import subprocess
@@ -55,6 +56,18 @@ def in_turn(tasks: dict[str, partial[T]], repetitions: int) -> dict[str, list[T]
         for name in track(names, "measuring", console=Console(stderr=True)):
             results[name].append(pool.submit(tasks[name]).result())
     return results
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Of a call, and of the processes that it starts and waits for."""
+
+    def used() -> float:
+        of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.process_time() + of_children.ru_utime + of_children.ru_stime
+
+    before = used()
+    work()
+    return used() - before
 
 
 def milliseconds(

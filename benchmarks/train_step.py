@@ -1,12 +1,15 @@
-"""A training step of MoL: the fused loss compared with other forms, and how it scales.
+"""A training step of MoL: the fused loss compared with other forms, how it scales, and the time of a recipe's parts.
 
-    python -m benchmarks.train_step
+    python -m benchmarks.train_step [--peer PATH]
+    python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET [--plot FILE.svg]
 
-The first table compares time and memory, on one thread, of sampled softmax and all gradients from query and item
-embeddings: both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are
-shared by a sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. The second table times
-the loss alone, without towers, over positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone.
-CPU seconds and peak memory are those of fresh processes, run in turn.
+The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
+both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are shared by a
+sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout of
+github.com/bailuding/rails: its MoL module is compared with ours at the same sizes, in FP32 and 16 parts, with negatives
+shared by the batch (benchmarks/peer.py has the details). A second table times the loss alone, without towers, over
+positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone. CPU seconds and peak memory are those
+of fresh processes, run in turn.
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import peer, recipe_step
 from benchmarks.measure import Spent, in_turn, machine, median, spent, spread
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
@@ -40,16 +44,33 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class Options:
+    peer: str = ""
+    """A checkout of github.com/bailuding/rails, to measure beside ours."""
     positions: int = 25600
     negatives: int = 128
     repetitions: int = 3
     only: Literal["", "forms", "scaling"] = ""
     """Measure only this table."""
+    recipe: str = ""
+    """Instead, show the time of each part of this recipe's training step."""
+    data: str = ""
+    """The recipe's prepared dataset, if it is not data.path."""
+    steps: int = 5
+    """Training steps of the recipe, after two to warm up."""
+    plot: str = ""
+    """Draw the recipe's step into this file (.svg or .png)."""
 
 
 def main(options: Options) -> None:
-    kinds = {name: form for name, form in FORMS.items() if options.only != "scaling" and (form[2] == "fp32" or BF16)}
-    forms = in_turn({name: partial(step, *form, options) for name, form in kinds.items()}, options.repetitions)
+    if options.recipe:
+        recipe_step.main(options.recipe, options.data, options.steps, options.plot)
+        return
+    tasks: dict[str, partial[Spent]] = {}
+    if options.only != "scaling":
+        if options.peer:
+            tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
+        tasks |= {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
+    forms = in_turn(tasks, options.repetitions)
     points = [(T, 128) for T in POSITIONS] + [(FEW, N) for N in NEGATIVES]
     tasks = {f"{T} {N}": partial(loss_alone, T, N) for T, N in points if options.only != "forms"}
     scaled = in_turn(tasks, options.repetitions)
@@ -62,15 +83,16 @@ def main(options: Options) -> None:
 
 
 BF16 = computes_bf16(torch.device("cpu"))
+PEER = "RAILS, 16 parts, fp32"
 FORMS: dict[str, tuple[bool, Share, Precision, int]] = {
     "blocks in plain torch, by sequence, fp32": (False, "sequence", "fp32", 1),
     "fused, by sequence, fp32": (True, "sequence", "fp32", 1),
     "fused, by batch, fp32": (True, "batch", "fp32", 1),
     "fused, by sequence, bf16": (True, "sequence", "bf16", 1),
     "fused, by batch, bf16": (True, "batch", "bf16", 1),
-    "fused, by sequence, 16 parts, fp32": (True, "sequence", "fp32", 16),
-    "fused, by sequence, 16 parts, bf16": (True, "sequence", "bf16", 16),
-    "fused, by batch, 16 parts, bf16": (True, "batch", "bf16", 16),
+    "fused, by sequence, 16 parts, fp32": (True, "sequence", "fp32", peer.PARTS),
+    "fused, by sequence, 16 parts, bf16": (True, "sequence", "bf16", peer.PARTS),
+    "fused, by batch, 16 parts, bf16": (True, "batch", "bf16", peer.PARTS),
 }
 """Fused or not; what shares its negatives; precision; parts of the batch, each with its own backward."""
 

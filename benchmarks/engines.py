@@ -1,0 +1,214 @@
+"""Candidates of other engines instead of stage 1's own scan: how many of the exact ones they find, and in what time.
+
+    logitmix export RUN --out DIR --faiss --faiss-hnsw --faiss-ivfpq
+    python -m benchmarks.engines DIR [--kept 1000] [--queries 200]
+
+Exact are the `--kept` largest products of FP32 vectors of the h-indexer. Recall is the share of them that an engine
+finds; of the best 10, the share that stage 2 then still answers with, of what it makes of the exact candidates.
+Queries are histories of 20 random items. CPU time is that of a query, of one thread, 8 queries at once. Qdrant is its
+client's local mode, which scans FP32 vectors with numpy: all items, and with a filter those of even index, of which the
+exact ones are the largest products of these.
+
+    logitmix export RUN --out DIR --precision int8 --faiss
+    python -m benchmarks.engines DIR --data DATASET [--kept 10000] [--queries 2000]
+
+gives the CPU time of `logitmix recommend` for the dataset's first users, and of a peer: 32 queries are encoded and
+searched for by faiss flat at a time, then MoL scores each user's candidates in plain torch, FP32. What the command
+takes for one user alone, the second time, is its start, which is left out. The peer writes nothing.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import faiss
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.measure import cpu_seconds, logitmix, machine
+from benchmarks.mol_scoring import CHUNK, plain
+from logitmix.modules.similarity.mol import MoL
+from logitmix.modules.stage1 import hindexer_topk
+from logitmix.serving.request import Request
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.export.indexes import to_qdrant
+
+AT_ONCE, BATCH, HISTORY, K = 8, 32, 20, 10
+PROBES, VIEWS = (8, 32, 128), (1000, 2000, 4000)
+"""Lists of an IVF that are searched, and items that a search in an HNSW graph keeps in view."""
+
+Search = Callable[[Tensor], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Options:
+    directory: tyro.conf.Positional[str]
+    """Serving directory with indexes of faiss."""
+    kept: int = 1000
+    queries: int = 200
+    data: str = ""
+    """Dataset directory: measure its users' recommendations instead."""
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    if options.data:
+        return _of_users(options)
+    retriever, random = Retriever.load(options.directory), Random(0)
+    ids = retriever.raw_ids
+    asked: list[Request] = [
+        {"history": [ids[random.randrange(len(ids))] for _ in range(HISTORY)]} for _ in range(options.queries)
+    ]
+    query_BH = retriever.query_sides(asked)["hindexer.0"]
+    rows: list[dict[str, Any]] = []
+    exact: dict[bool, tuple[np.ndarray, list[set[str]]]] = {}
+    for name, megabytes, search, is_filtered in _engines(Path(options.directory), retriever, options.kept):
+        start, found = time.process_time(), []
+        for part_BH in query_BH.split(AT_ONCE):
+            found.append(search(part_BH))
+        taken, items = time.process_time() - start, np.concatenate(found)
+        ranked = [
+            {row["id"] for row in retriever.recommend([{**of, "allowed": [ids[int(i)] for i in row if i >= 0]}], K)[0]}
+            for of, row in zip(asked, items, strict=True)
+        ]
+        every, best = exact.setdefault(is_filtered, (items, ranked))
+        shared = [len(set(a) & set(b)) for a, b in zip(items.tolist(), every.tolist(), strict=True)]
+        rows.append(
+            {
+                "engine": name,
+                "mb": megabytes,
+                "cpu_ms": taken / options.queries * 1000,
+                "recall": sum(shared) / every.size,
+                "best": sum(len(a & b) for a, b in zip(ranked, best, strict=True)) / sum(map(len, best)),
+            }
+        )
+    setting = f"{len(ids):,} items, {options.kept:,} kept; {machine()}"
+    table = Table("engine", "MB", "CPU ms", f"recall@{options.kept}", f"of the best {K}", title=setting)
+    for row in rows:
+        figures = (f"{row['mb']:.1f}", f"{row['cpu_ms']:.2f}", f"{row['recall']:.4f}", f"{row['best']:.4f}")
+        table.add_row(row["engine"], *figures)
+    Console(width=120).print(table)
+
+
+@torch.inference_mode()
+def _of_users(options: Options) -> None:
+    retriever, index = Retriever.load(options.directory), faiss.read_index(f"{options.directory}/hindexer.faiss")
+    mol = retriever.tower.similarity
+    if not isinstance(mol, MoL):
+        raise SystemExit(f"{options.directory} is of no MoL")
+    dataset = load_dataset(options.data)
+    users, ids = dataset.raw_user_id_column().to_pylist()[: options.queries], dataset.raw_ids()
+    with TemporaryDirectory() as scratch:
+        some, out = Path(scratch, "users.txt"), f"{scratch}/out.parquet"
+        words = ["--data.path", options.data, "--users", str(some), "--out", out, "--stage1", str(options.kept)]
+        words += ["-k", str(K), "--exclude-history", "no", "--threads", "1"]
+
+        def answer(whose: list[str]) -> float:
+            some.write_text("\n".join(whose))
+            return cpu_seconds(lambda: logitmix("recommend", options.directory, *words))
+
+        _, start, whole = (answer(of) for of in (users[:1], users[:1], users))
+        best = np.array(pq.read_table(out)["item"].to_pylist()).reshape(len(users), K).tolist()
+    item = tuple(
+        map(torch.cat, zip(*(side for _, side in retriever._ranker.items.all("similarity", CHUNK)), strict=True))
+    )
+    ids_of, histories = retriever.raw_ids, pairwise(dataset.offsets[: len(users) + 1].tolist())
+    asked: list[Request] = [
+        {"history": [ids[at] for at in dataset.items_flat[slice(*of)].tolist()]} for of in histories
+    ]
+    seconds, shared = [0.0, 0.0, 0.0], 0
+    for first in range(0, len(users), BATCH):
+        clock = [time.process_time()]
+        sides = retriever.query_sides(asked[first : first + BATCH])
+        clock.append(time.process_time())
+        index_BK = torch.from_numpy(np.sort(index.search(sides["hindexer.0"].numpy(), options.kept)[1]))
+        clock.append(time.process_time())
+        query = tuple(of for name, of in sides.items() if name.startswith("similarity"))
+        score_BK = plain(mol, query, item, index_BK).view(index_BK.shape)
+        found = index_BK.gather(1, score_BK.topk(K).indices).tolist()
+        clock.append(time.process_time())
+        seconds = [of + after - before for of, (before, after) in zip(seconds, pairwise(clock), strict=True)]
+        shared += sum(
+            len({ids_of[at] for at in row} & set(of))
+            for row, of in zip(found, best[first : first + BATCH], strict=True)
+        )
+    setting = f"{len(users):,} users, {len(ids_of):,} items, {options.kept:,} kept; {machine()}"
+    table = Table("", "CPU ms a user", "users a CPU second", title=setting)
+    rows = {"logitmix recommend": (whole - start) / (len(users) - 1), "peer": sum(seconds) / len(users)}
+    rows |= {f"of it {name}": of / len(users) for name, of in zip(("encoding", "faiss", "MoL"), seconds, strict=True)}
+    for name, of_user in rows.items():
+        table.add_row(name, f"{1000 * of_user:.2f}", f"{1 / of_user:.1f}")
+    Console(width=120).print(table)
+    print(f"start of the command {start:.1f} s; {shared / len(users) / K:.4f} of the best {K} are the same")
+
+
+def _engines(directory: Path, retriever: Retriever, kept: int) -> list[tuple[str, float, Search, bool]]:
+    """Names, sizes, searches, and whether these are for items of even index alone; the exact ones first."""
+
+    def of_faiss(index: Any, **given: Any) -> Search:
+        return lambda query_BH: index.search(query_BH.numpy(), kept, **given)[1]
+
+    def read(end: str) -> tuple[Any, float]:
+        file = directory / f"hindexer{end}.faiss"
+        return faiss.read_index(str(file)), file.stat().st_size / 1e6
+
+    flat, size = read("")
+    found: list[tuple[str, float, Search, bool]] = [("faiss flat", size, of_faiss(flat), False)]
+    ((_, corpus),) = retriever._ranker.corpora
+    scan: Search = lambda query_BH: hindexer_topk(query_BH, corpus, kept).items_BK.numpy()  # noqa: E731
+    found.append(("hindexer_topk, INT8", corpus.blocks.numel() / 1e6, scan, False))
+    for view in VIEWS:
+        graph, size = read("-hnsw")
+        graph.hnsw.efSearch = view
+        found.append((f"faiss HNSW32, ef {view}", size, of_faiss(graph), False))
+    for probes in PROBES:
+        lists, size = read("-ivfpq")
+        lists.nprobe = min(probes, lists.nlist)
+        found.append((f"faiss IVF{lists.nlist},PQ{lists.pq.M}, {lists.nprobe} lists", size, of_faiss(lists), False))
+    return found + _of_qdrant(directory, flat, kept, of_faiss)
+
+
+def _of_qdrant(
+    directory: Path, flat: Any, kept: int, of_faiss: Callable[..., Search]
+) -> list[tuple[str, float, Search, bool]]:
+    """With and without a filter; none where its client is not installed."""
+    try:
+        from qdrant_client import QdrantClient, models
+    except ModuleNotFoundError:
+        return []
+    client, size = QdrantClient(":memory:"), flat.ntotal * flat.d * 4 / 1e6
+    to_qdrant(directory, client, "items", ({"even": item % 2 == 0} for item in range(flat.ntotal)))
+    even = models.Filter(must=[models.FieldCondition(key="even", match=models.MatchValue(value=True))])
+
+    def search(condition: Any) -> Search:
+        def of(query_BH: Tensor) -> np.ndarray:
+            points = (
+                client.query_points("items", query=query, query_filter=condition, limit=kept, with_payload=False).points
+                for query in query_BH.tolist()
+            )
+            return np.array([[point.id for point in of_query] for of_query in points])
+
+        return of
+
+    sel = faiss.SearchParameters(sel=faiss.IDSelectorBatch(np.arange(0, flat.ntotal, 2)))
+    return [
+        ("Qdrant, local", size, search(None), False),
+        ("faiss flat, half of the items", size, of_faiss(flat, params=sel), True),
+        ("Qdrant, local, half of the items", size, search(even), True),
+    ]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
