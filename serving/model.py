@@ -5,6 +5,7 @@ Axes: R items, D width of the model, H of the h-indexer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -126,22 +127,36 @@ def scales_of(tensors: Mapping[str, Tensor]) -> Scales:
 
 def weight_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
     """The weights of a tower of this configuration."""
-    return {name: list(value.shape) for name, value in _empty_tower(config, schema).state_dict().items()}
+    return {name: list(shape) for name, shape in _weight_shapes(config, schema).items()}
+
+
+@lru_cache(maxsize=16)
+def _weight_shapes(config: ModelConfig, schema: Schema) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in _empty_tower(config, schema).state_dict().items()}
 
 
 def item_types(
     config: ModelConfig, schema: Schema, count: int, precision: Precision = "fp32", cached: bool = True
 ) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Types and shapes of `stored_items`'s output for `count` items and a tower of this configuration."""
+    lengths = {CORPUS: -(-count // LANES), CORPUS_SCALE: 1, COMPONENTS_SCALE: 1}
+    of_one = _types_of_one(config, schema, precision, cached)
+    return {name: (dtype, [lengths.get(name, count), *shape[1:]]) for name, (dtype, shape) in of_one.items()}
+
+
+# An export has many files of items, of the same types.
+@lru_cache(maxsize=16)
+def _types_of_one(
+    config: ModelConfig, schema: Schema, precision: Precision, cached: bool
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
     # Computed for one real item: torch takes seconds to load what it needs to compute with shapes alone.
-    zeros = {name: torch.zeros(shape) for name, shape in weight_shapes(config, schema).items()}
+    zeros = {name: torch.zeros(shape) for name, shape in _weight_shapes(config, schema).items()}
     tower, vector_1D = trained_tower(config, schema, zeros), torch.zeros(1, config.dim)
     one = Embedded(vector_1D, [vector_1D] * len(schema.of("item")))
     with torch.inference_mode():
         scales = Scales(1.0 if tower.hindexer else None, 1.0 if precision == "int8" else None)
         stored = stored_items(tower, one, precision, cached, scales)
-    lengths = {CORPUS: -(-count // LANES), CORPUS_SCALE: 1, COMPONENTS_SCALE: 1}
-    return {name: (of.dtype, [lengths.get(name, count), *of.shape[1:]]) for name, of in stored.items()}
+    return {name: (of.dtype, of.shape) for name, of in stored.items()}
 
 
 def row_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,33 @@ def dataset(run: Path) -> Dataset:
     return load_dataset(run.parent / "data")
 
 
-@pytest.fixture(params=[True, False], ids=["cached", "computed"])
-def served(run: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    assert export(run, tmp_path / "served", item_cache=request.param)["item_cache"] == request.param
-    return tmp_path / "served"
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    """No test changes it."""
+    export(run, run.parent / "served")
+    return run.parent / "served"
+
+
+@pytest.fixture(scope="module")
+def computed(run: Path) -> Path:
+    """Without an item cache; no test changes it."""
+    assert not export(run, run.parent / "computed", item_cache=False)["item_cache"]
+    return run.parent / "computed"
+
+
+@pytest.fixture(params=["exported", "computed"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / "served"))
+
+
+@cache
+def vocabulary(data: Path, table: str) -> list[str]:
+    return load_dataset(data).vocabulary(table)
 
 
 def raw(dataset: Dataset, feature: Feature, column: Column, row: int) -> Any:
     """The value as the source had it."""
-    values = dataset.vocabulary(feature.table) if feature.sparse else []
+    values = vocabulary(dataset.path, feature.table) if feature.sparse else []
     match feature.kind:
         case "id":
             return values[column.values[row]] or None
@@ -96,7 +115,7 @@ def request_of(dataset: Dataset, users: RankingUsers, place: int) -> Request:
 
 
 def request_after(dataset: Dataset, user: int, actions: range) -> Request:
-    names, schema = dataset.raw_ids(), dataset.schema
+    names, schema = vocabulary(dataset.path, ITEM), dataset.schema
     return {
         "history": [names[dataset.items_flat[action]] for action in actions],
         "timestamps": [int(dataset.timestamps_flat[action]) for action in actions],
@@ -214,12 +233,13 @@ def test_recency_is_that_of_the_whole_history(served: Path) -> None:
     assert found_short == expected != unknown
 
 
-def test_shards_and_ranges_do_not_change_the_sides(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(run, tmp_path / "whole")
+def test_shards_and_ranges_do_not_change_the_sides(
+    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(export_module, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(items_module, "CHUNK_ITEMS", 16)
     export(run, tmp_path / "parts")
-    (whole,), parts = (read(tmp_path / name).shards for name in ("whole", "parts"))
+    (whole,), parts = (read(path).shards for path in (exported, tmp_path / "parts"))
     assert [len(part["table"]) for part in parts] == [48, 2]
     for name, of in whole.items():
         if name.endswith(".offsets"):
@@ -243,7 +263,7 @@ def export_in_files(run: Path, out: Path, file_bytes: int) -> tuple[dict[str, An
     return export(run, out), dict(most)
 
 
-@pytest.mark.parametrize("served", [True, pytest.param(False, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("served", ["exported", pytest.param("computed", marks=pytest.mark.slow)], indirect=True)
 def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
     run: Path, dataset: Dataset, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +366,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("served", [True], indirect=True)
+@pytest.mark.parametrize("served", ["exported"], indirect=True)
 def test_an_export_of_a_catalog_is_an_export_that_is_updated(
     run: Path, dataset: Dataset, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,7 +418,7 @@ def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> thre
     return thread
 
 
-@pytest.mark.parametrize("served", [True], indirect=True)
+@pytest.mark.parametrize("served", ["exported"], indirect=True)
 def test_commands_that_replace_an_export_at_once_do_so_in_turn(
     run: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,7 +436,7 @@ def test_commands_that_replace_an_export_at_once_do_so_in_turn(
     assert Retriever.load(served).num_items == ITEMS
 
 
-@pytest.mark.parametrize("served", [True], indirect=True)
+@pytest.mark.parametrize("served", ["exported"], indirect=True)
 def test_new_items_go_where_a_link_leads(served: Path, tmp_path: Path) -> None:
     (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
     (tmp_path / "current").symlink_to("served")
@@ -425,7 +445,7 @@ def test_new_items_go_where_a_link_leads(served: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"current", "new.csv", "served"}
 
 
-@pytest.mark.parametrize("served", [True], indirect=True)
+@pytest.mark.parametrize("served", ["exported"], indirect=True)
 def test_what_a_killed_command_left_goes(run: Path, served: Path, tmp_path: Path) -> None:
     """And what it was about to replace comes back."""
     (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
@@ -480,14 +500,13 @@ def require_rows(file: Path, names: list[str], expected: list[list[Row]]) -> Non
 
 @pytest.mark.parametrize("name", ["all.parquet", "all.csv"])
 def test_recommendations_are_the_answers_to_requests(
-    run: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    run: Path, exported: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """For every user after all their actions, with all features; in blocks and batches."""
     monkeypatch.setattr(recommend_module, "BLOCK", 16)
     monkeypatch.setattr(recommend_module, "BATCH", 7)
     assert api.recommend(run, tmp_path / name, k=9) == {"users": 60, "rows": 9 * 60}
-    export(run, tmp_path / "served")
-    expected = Retriever.load(tmp_path / "served").recommend(whole_requests(dataset), 9)
+    expected = Retriever.load(exported).recommend(whole_requests(dataset), 9)
     require_rows(tmp_path / name, dataset.raw_user_ids(np.arange(60)), expected)
     assert not (tmp_path / f"{name}.parts").exists()
 
@@ -548,10 +567,9 @@ def test_the_share_of_new_items_is_said(
 
 
 def test_recommendations_by_a_dataset_that_has_changed(
-    run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, exported: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ids and values are matched by their texts: they have other numbers, some are new, and a feature is gone."""
-    export(run, tmp_path / "served")
     shutil.copytree(run.parent / "data", tmp_path / "data")
     forget_digests(tmp_path / "data")
     items = pq.read_table(tmp_path / "data/items.parquet")
@@ -562,12 +580,12 @@ def test_recommendations_by_a_dataset_that_has_changed(
     changed = load_dataset(tmp_path / "data")
     (tmp_path / "users.txt").write_text("3\n\nnobody\n1\n3\n")
     wanted = [changed.raw_user_ids(np.arange(60)).index(name) for name in ("3", "1")]
-    api.recommend(tmp_path / "served", tmp_path / "some.parquet", tmp_path / "data", 5, tmp_path / "users.txt")
+    api.recommend(exported, tmp_path / "some.parquet", tmp_path / "data", 5, tmp_path / "users.txt")
     said = capsys.readouterr().err
     assert f"1 of {ITEMS} items of {tmp_path / 'data'} are not in the export, such as 'new'" in said
     assert "1 of 3 users in" in said and "such as 'nobody'" in said and "name a user again, such as '3'" in said
     requests = whole_requests(changed)
-    expected = Retriever.load(tmp_path / "served").recommend([requests[user] for user in wanted], 5)
+    expected = Retriever.load(exported).recommend([requests[user] for user in wanted], 5)
     require_rows(tmp_path / "some.parquet", ["3", "1"], expected)
 
 
@@ -600,29 +618,27 @@ def test_stage_1_keeps_fewer_items_for_everyone(
 
 @pytest.mark.parametrize("stage1", [None, 20], ids=["one stage", "two stages"])
 def test_only_items_of_a_table_are_recommended(
-    run: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage1: int | None
+    run: Path, exported: Path, dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage1: int | None
 ) -> None:
     """Those that a request would allow; in two stages, k' of these are found."""
-    export(run, tmp_path / "served")
     rows = [f"item-{item},{item % 3},{item / 2 if item % 5 else ''}" for item in range(0, ITEMS, 2)]
     (tmp_path / "stock.csv").write_text("item,left,price\n" + "\n".join([*rows, "other,1,1"]) + "\n")
     given: dict[str, Any] = {"items": tmp_path / "stock.csv", "where": "left = 1 and (price < 9 or price is null)"}
     allowed = [f"item-{item}" for item in range(0, ITEMS, 2) if item % 3 == 1 and (item % 5 == 0 or item / 2 < 9)]
-    api.recommend(tmp_path / "served", tmp_path / "some.csv", run.parent / "data", 5, stage1=stage1, **given)
+    api.recommend(exported, tmp_path / "some.csv", run.parent / "data", 5, stage1=stage1, **given)
     said = capsys.readouterr().err
     assert f"{len(allowed)} of {ITEMS} items may be" in said and "are not in the export, such as 'other'" in said
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
-    expected = Retriever.load(tmp_path / "served").recommend(requests, 5, stage1=stage1)
+    expected = Retriever.load(exported).recommend(requests, 5, stage1=stage1)
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
     with pytest.raises(ValueError, match=r"no item of the export is in .* and fulfills left = 7"):
-        api.recommend(tmp_path / "served", tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
+        api.recommend(exported, tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
 
 
 def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
-    run: Path, dataset: Dataset, tmp_path: Path
+    run: Path, exported: Path, dataset: Dataset, tmp_path: Path
 ) -> None:
     """On features with one value for each item, as they were read."""
-    export(run, tmp_path / "served")
     records = [item_record(dataset, item) for item in range(ITEMS)]
     brand, least = records[0]["brand"], float(np.median([of["price"] for of in records]))
     allowed = [
@@ -632,9 +648,9 @@ def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
     ]
     assert 0 < len(allowed) < ITEMS
     where = f"brand = '{brand}' or (price >= {least} and not brand is null)"
-    api.recommend(tmp_path / "served", tmp_path / "some.csv", run.parent / "data", 5, where=where)
+    api.recommend(exported, tmp_path / "some.csv", run.parent / "data", 5, where=where)
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
-    expected = Retriever.load(tmp_path / "served").recommend(requests, 5)
+    expected = Retriever.load(exported).recommend(requests, 5)
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
 
 
@@ -721,8 +737,7 @@ def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 parts in" in (said := capsys.readouterr().err) and "begun anew" in said
 
 
-def test_recommend_refuses_what_it_cannot_do(run: Path, tmp_path: Path) -> None:
-    export(run, tmp_path / "served")
+def test_recommend_refuses_what_it_cannot_do(run: Path, exported: Path, tmp_path: Path) -> None:
     (tmp_path / "users.txt").write_text("nobody\n")
     for said, given in (
         ("it must be a local file whose name ends with .parquet or .csv", {"out": tmp_path / "x.json"}),
@@ -735,5 +750,5 @@ def test_recommend_refuses_what_it_cannot_do(run: Path, tmp_path: Path) -> None:
         ("k is 0; it must be at least 1", {"k": 0}),
     ):
         with pytest.raises(ValueError, match=said):
-            api.recommend(tmp_path / "served", **{"out": tmp_path / "x.csv", "data": run.parent / "data", **given})
+            api.recommend(exported, **{"out": tmp_path / "x.csv", "data": run.parent / "data", **given})
     assert not list(tmp_path.glob("x.csv*"))
