@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoints, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
@@ -166,13 +166,20 @@ def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
     Raises ValueError, with `source` for those given, for a plugin that is not there, and for an exception in one, with
     file and line.
     """
-    for entry in entry_points(group=GROUP):
+    places = [Path(place or ".") for place in sys.path]
+    for entry in _installed(tuple((str(of), of.stat().st_mtime_ns) for of in places if of.exists())):
         _import_module(entry.module, f"the installed plugin {entry.dist.name if entry.dist else entry.name}")
     for name in given:
         if not name.endswith(".py"):
             _import_module(name, source)
         elif Path(name).is_file() or Path(name).name not in _loaded:
             _import_file(Path(name), source)
+
+
+@functools.lru_cache(maxsize=1)
+def _installed(places: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Looked up anew where a folder of modules has changed: settings are read often, and this reads many files."""
+    return entry_points(group=GROUP)
 
 
 def require_plugins(needed: Mapping[str, str], source: str) -> None:
