@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SmallModel, brute_force, export_small, raw_ids, small_columns, small_model
 from test_server import running
@@ -58,12 +58,13 @@ class Served:
         return [IDS[item] for item in order if score_X[item] > -torch.inf]
 
 
-@pytest.fixture(scope="module", params=[("mol", True), ("dot", True), ("dot", False)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("mol", True), pytest.param(("dot", True), marks=pytest.mark.slow), ("dot", False)], ids=str
+)
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Served:
     return Served(tmp_path_factory.mktemp("filters"), *request.param)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.DataObject) -> None:
     """At any selectivity, beside lists of ids, in one and two stages, on one device and on several."""
@@ -95,7 +96,6 @@ def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.Da
     assert served.several.answer([request, other], options)[0] == found
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_limits_are_those_of_a_walk_through_the_ranking(served: Served, data: st.DataObject) -> None:
     numbers = st.integers(1, 4)
@@ -117,7 +117,6 @@ def test_limits_are_those_of_a_walk_through_the_ranking(served: Served, data: st
     assert [row["id"] for row in alone] == served.ranking([1], [True] * X, True, stage1)[:k]
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.DataObject) -> None:
     """Each part has its stage 1, so the boost brings items that the h-indexer has below all those that are not new."""

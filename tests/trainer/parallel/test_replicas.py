@@ -85,12 +85,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(data: Path, request: pytest.FixtureRequest) -> dict[str, tuple[list[Seen], Seen]]:
-    """By name: the ranks of 2 x 2, and one process alone, after three steps."""
+    """By name: the ranks of 2 x 2, and one process alone, after two steps."""
     of = {name: EXACT | settings for name, settings in SETTINGS.items()} | {"fp8": FP8}
     names = [name for name in of if name in run_with(request, "name")]
     configs = {name: small_config(data, of[name] | {"tables.group_size": 2}) for name in sorted(names)}
-    ranks = zip(*two_ranks.run(train_all, configs, 3, world_size=4), strict=True)
-    alone = [train_steps(config, 3) for config in configs.values()]
+    ranks = zip(*two_ranks.run(train_all, configs, 2, world_size=4), strict=True)
+    alone = [train_steps(config, 2) for config in configs.values()]
     return {name: ([*of_name], one) for name, of_name, one in zip(configs, ranks, alone, strict=True)}
 
 

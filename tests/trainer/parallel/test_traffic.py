@@ -42,9 +42,9 @@ def counted(folder: Path) -> list[Tensor]:
     """Bytes of this rank's first step, forward, backward and to peers; and those foreseen."""
     found = []
     os.environ.update(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
-    for config in configs(folder):
-        with process_group("cpu", 60) as ranks:
-            dataset = load_dataset(folder)
+    dataset = load_dataset(folder)
+    with process_group("cpu", 60) as ranks:
+        for config in configs(folder):
             model = parallelize(dataset.schema, config, ranks)
             exchange = model.row_exchange(training_batches(config, dataset, ranks).at(0).ids)
             exchange.send_rows()
@@ -55,9 +55,8 @@ def counted(folder: Path) -> list[Tensor]:
             exchange.apply_gradients()
             counts = model.wire.pop_counts()[..., 0]
             to_peers = torch.tensor([name.endswith(SUFFIX) for name in model.wire.tables])
-            found.append(torch.cat([counts[~to_peers].sum(0), counts[to_peers].sum(0)[1:]]))
-            plan = model.plan
-        found[-1] = torch.stack([found[-1], torch.tensor(foreseen(config, folder, plan, ranks.world_size))])
+            crossed = torch.cat([counts[~to_peers].sum(0), counts[to_peers].sum(0)[1:]])
+            found.append(torch.stack([crossed, torch.tensor(foreseen(config, folder, model.plan, ranks.world_size))]))
     return found
 
 

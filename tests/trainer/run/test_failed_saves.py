@@ -48,7 +48,8 @@ class Failure:
 
 
 @pytest.mark.parametrize(
-    ("step", "in_background"), [(12, False), pytest.param(16, False, marks=pytest.mark.slow), (16, True)]
+    ("step", "in_background"),
+    [pytest.param(12, False, marks=pytest.mark.slow), pytest.param(16, False, marks=pytest.mark.slow), (16, True)],
 )
 def test_whatever_fails_the_checkpoint_before_stays(
     run: Path, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, step: int, in_background: bool
@@ -175,7 +176,7 @@ def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path)
     assert checkpoint.load_saved(run, "last").step == 12
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_saves_that_are_killed_at_any_moment_leave_the_newest_that_was_acknowledged(run: Path, kills: int) -> None:
     """In the background or not."""
     config = replace_train(read_config(run), save_in_background=True)
