@@ -144,7 +144,7 @@ def compare(
 def test_each_encoder_and_similarity_gives_what_it_gives_on_the_cpu(data: Path, library: Path) -> None:
     """Each in one pair; `make soak` has all pairs, on two ranks."""
     pairs = {name: PAIRS[name] for name in ("sasrec-dot", "hstu-mlp", "pooled-neumf", "pooled-deepfm", "pooled-mol")}
-    seen = compare(data, pairs, 1, [name for name in pairs if name != "hstu-mlp"], library, 1)
+    seen = compare(data, pairs, 1, ["sasrec-dot", "pooled-mol"], library, 1)
     kernels = {"hstu": "_keys_backward", "mol": "_negatives_backward", "dot": "_items"}
     kernels["sasrec"] = "efficient attention, backward"
     for name, case in seen.items():

@@ -273,7 +273,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(does: str, said: str, 
     assert "up to 2 s while it is being written (train.stop_seconds)" in lines and said in lines
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_slow_checkpoint_is_saved_on_a_signal(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:

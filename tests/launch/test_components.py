@@ -218,7 +218,7 @@ def test_train_runs_on_two_processes(tmp_path: Path, more: tuple[str, ...]) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
 def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path: Path, again: bool) -> None:
     """Though torchrun be told to end a second time, while it waits for its ranks."""
     as_the_trainer(tmp_path, WAITING_ENTRY)

@@ -232,7 +232,7 @@ def assert_same(found: Rankings, expected: Rankings) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["dot", "mol"])
+@pytest.mark.parametrize("kind", [pytest.param("dot", marks=pytest.mark.slow), "mol"])
 def test_equal_items_have_equal_scores_wherever_they_stand(
     kind: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def assert_found(retriever: Retriever, scores: torch.Tensor, items: torch.Tensor
         torch.testing.assert_close(score_X, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("item_cache", [True, False])
+@pytest.mark.parametrize("item_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_faiss_alone_finds_what_the_model_ranks(
     run: Path, tmp_path: Path, item_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

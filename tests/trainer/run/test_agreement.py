@@ -134,7 +134,7 @@ def test_a_flag_that_one_host_does_not_know(hosts: list[Path], tmp_path: Path) -
     assert re.search(r"rank 1 \(on \S+\) failed: .*train.sede", said)
 
 
-@pytest.mark.parametrize("failures", ["stop", "continue"])
+@pytest.mark.parametrize("failures", ["stop", pytest.param("continue", marks=pytest.mark.slow)])
 def test_a_run_directory_that_is_not_shared(failures: str, hosts: list[Path]) -> None:
     train = [*TRAIN, "--run", "run", "--train.on-save-failure", failures]
     said = refused([train, train], hosts)

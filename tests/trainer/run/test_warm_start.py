@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,42 +151,35 @@ def test_a_run_that_saw_the_validation_actions_is_no_start_for_one_that_holds_th
     train(small_config(data, unheld | {"warm_start": str(first)}), tmp_path / "third")
 
 
-def test_a_run_with_other_targets_is_no_start(tmp_path: Path) -> None:
-    data, first = write_dataset(tmp_path / "data", features=True), tmp_path / "first"
-    train(small_config(data, {"train.epochs": 1}), first)
+def test_a_run_with_other_targets_is_no_start(first: Path, tmp_path: Path) -> None:
     settings = {"warm_start": str(first), "train.epochs": 1, "data.targets": ["action = type-1"]}
     with pytest.raises(ValueError, match="so it may have been trained on what is held out now; give the same"):
-        train(small_config(data, settings), tmp_path / "second")
+        train(small_config(first.with_name("data"), settings), tmp_path / "second")
 
 
 TIME = {"data.split": "time", "data.held_out": 0.1, "train.epochs": 1}
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "fits"),
+    ("before", "fitting", "other"),
     [
-        ({}, {"data.held_out": 0.2}, False),
-        ({}, {"data.held_out": 0.05}, True),
-        ({}, {}, True),
-        ({}, {"data.validation": False}, True),
+        ({}, [{"data.held_out": 0.05}, {}, {"data.validation": False}], {"data.held_out": 0.2}),
         # As a refit is; with twice the share, its training ends where the validation part begins now.
-        ({"data.validation": False}, {}, False),
-        ({"data.validation": False}, {"data.validation": False}, True),
-        ({"data.validation": False, "data.held_out": 0.2}, {}, True),
+        ({"data.validation": False}, [{"data.validation": False}], {}),
+        ({"data.validation": False, "data.held_out": 0.2}, [{}], {"data.held_out": 0.3}),
     ],
 )
 def test_with_a_split_by_time_a_run_that_saw_what_is_held_out_now_is_refused(
-    before: dict[str, Any], now: dict[str, Any], fits: bool, tmp_path: Path
+    before: dict[str, Any], fitting: list[dict[str, Any]], other: dict[str, Any], tmp_path: Path
 ) -> None:
     data, first = write_dataset(tmp_path / "data"), tmp_path / "first"
     train(small_config(data, TIME | before), first)
-    config, since = small_config(data, TIME | now | {"warm_start": str(first)}), r"\d+ on are held out now; give a run"
-    with (
-        nullcontext()
-        if fits
-        else pytest.raises(ValueError, match=f"first was trained on the actions before time .*, but those from {since}")
-    ):
-        train(config, tmp_path / "second")
+    warm = TIME | {"warm_start": str(first)}
+    for number, now in enumerate(fitting):
+        train(small_config(data, warm | now), tmp_path / f"{number}")
+    said = r"first was trained on the actions before time .*, but those from \d+ on are held out now; give a run"
+    with pytest.raises(ValueError, match=said):
+        train(small_config(data, warm | other), tmp_path / "other")
 
 
 def test_with_a_split_by_time_the_datasets_own_times_count(tmp_path: Path) -> None:
@@ -201,17 +193,17 @@ def test_with_a_split_by_time_the_datasets_own_times_count(tmp_path: Path) -> No
         train(small_config(short, back), tmp_path / "third")
 
 
-@pytest.mark.parametrize(("unit", "fits"), [("ms", False), ("s", True), (None, True)])
-def test_times_in_another_unit_are_refused(unit: str | None, fits: bool, tmp_path: Path) -> None:
+def test_times_in_another_unit_are_refused(tmp_path: Path) -> None:
     """As far as both units are known."""
-    first, second = (
-        with_unit(forget_digests(write_dataset(tmp_path / name)), said) for name, said in (("a", "s"), ("b", unit))
-    )
-    train(small_config(first), tmp_path / "first")
-    config = small_config(second, {"warm_start": str(tmp_path / "first")})
-    said = f"the times of {tmp_path / 'first'} are in seconds, and those of {second} in milliseconds"
-    with nullcontext() if fits else pytest.raises(ValueError, match=said):
-        train(config, tmp_path / "second")
+    units = {"s": "s", "ms": "ms", "none": None}
+    data = {name: with_unit(forget_digests(write_dataset(tmp_path / name)), unit) for name, unit in units.items()}
+    train(small_config(data["s"]), tmp_path / "first")
+    warm = {"warm_start": str(tmp_path / "first"), "train.epochs": 1}
+    for name in ("s", "none"):
+        train(small_config(data[name], warm), tmp_path / f"warm {name}")
+    said = f"the times of {tmp_path / 'first'} are in seconds, and those of {data['ms']} in milliseconds"
+    with pytest.raises(ValueError, match=said):
+        train(small_config(data["ms"], warm), tmp_path / "second")
 
 
 def with_unit(path: Path, unit: str | None) -> Path:

@@ -31,7 +31,9 @@ def has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
 
 
-@pytest.mark.parametrize(("chosen", "gain", "other"), [("fp32", inf, -1.0), ("bf16", -1.0, inf)])
+@pytest.mark.parametrize(
+    ("chosen", "gain", "other"), [pytest.param("fp32", inf, -1.0, marks=pytest.mark.slow), ("bf16", -1.0, inf)]
+)
 def test_choosing_leaves_no_trace_and_is_done_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -92,7 +94,7 @@ def test_where_there_is_nothing_to_measure(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("slow", ["fp32", "bf16"])
+@pytest.mark.parametrize("slow", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_the_slower_precision_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     """One of them has at least 60 ms of work in each batch, and 600 ms in the first, which warms up: that does not
     count, unless it is the only one."""
