@@ -33,9 +33,6 @@ class SourceColumn(Protocol):
     def ids(self) -> Any:
         """Any number of ids a row, and what is parallel to them."""
 
-    def words(self) -> Any:
-        """The words of one text a row."""
-
     def numbers(self) -> Any:
         """One number a row: float32 [R], NaN where it is missing."""
 
@@ -59,11 +56,6 @@ class Kind(ABC):
     parallel: tuple[str, ...] = ()
     """Names of the FP32 numbers that each value of a bag has beside it. In a source, they are other columns of lists,
     which --schema names: columns = { weights = "COLUMN" }."""
-
-    fewest = 1
-    """Occurrences from which on a value has a row of its table."""
-    skips_unknown = False
-    """Whether bags leave unknown values out."""
 
     missing: float | None = None
     """What stands for a missing number; None: the feature's mean."""

@@ -11,7 +11,6 @@ from .one_id import Id
 from .text import Text
 from .vector import Vector
 from .weighted_ids import WeightedIds
-from .words import Words
 
 KINDS = Registry[Kind](
     "kind of feature",
@@ -22,7 +21,6 @@ KINDS = Registry[Kind](
         "date": Date(),
         "vector": Vector(),
         "weighted_ids": WeightedIds(),
-        "words": Words(),
         "text": Text(),
     },
     needs=("read", "in_request", "cell", "embed", "sparse"),

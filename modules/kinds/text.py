@@ -12,6 +12,7 @@ Axes: N texts, W width of their vectors, S n-grams of all texts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,7 +28,6 @@ from logitmix.common.plugins import Registry, require_plugins
 
 from .base import SourceColumn
 from .vector import Vector
-from .words import words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,9 @@ FITTED_CHARACTERS = 2**23
 """Of texts that have more, every second, third, … one is fitted."""
 AT_ONCE = 2**10
 """Texts given to an encoder at once."""
+_ALONE = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+"""Kana and Han, which are written without spaces: each character counts as a word."""
+_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 _OVERSAMPLED, _ITERATIONS, _LEAST = 16, 4, 1e-4
 
 
@@ -137,6 +140,11 @@ class TextEncoder:
         if len(wrong := np.flatnonzero(~np.isfinite(vectors).all(1))):
             raise ValueError(f"{what} returned numbers that are not finite for the text {texts[wrong[0]]!r:.40}")
         return vectors
+
+
+def words_of(text: str) -> list[str]:
+    """Runs of letters and digits, whatever their case."""
+    return _WORD.findall(text.casefold())
 
 
 @lru_cache(2**16)

@@ -221,12 +221,9 @@ def _number_values(
     counts = np.bincount(np.concatenate([columns[name].values for name in named]), minlength=len(later))
     # Row 0 stands for unknown values in both.
     counts[0] = 0
-    forms = {of.name: of.form for of in schema.features}
-    numbers = _Numbers.find(later, known, counts >= max(fewest, *(forms[name].fewest for name in named)))
+    numbers = _Numbers.find(later, known, counts >= fewest)
     for name in named:
         columns[name] = replace(columns[name], values=numbers.of[columns[name].values])
-        if forms[name].skips_unknown:
-            columns[name] = columns[name].without_unknown()
     return later.take(pa.array(numbers.new))
 
 

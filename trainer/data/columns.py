@@ -46,12 +46,6 @@ class Column:
         places, offsets = ranges(starts, lengths), np.concatenate([[0], np.cumsum(lengths)])
         return Column(self.values[places], offsets, {name: of[places] for name, of in self.parallel.items()})
 
-    def without_unknown(self) -> "Column":
-        """Of bags without numbers beside their values: only what is not row 0."""
-        assert self.offsets is not None and not self.parallel
-        known = self.values != 0
-        return Column(self.values[known], np.concatenate([[0], np.cumsum(known)])[self.offsets[:]])
-
     def arrays(self, name: str) -> dict[str, np.ndarray]:
         """Its arrays by names that begin with this one."""
         offsets = {} if self.offsets is None else {f"{name}.offsets": self.offsets}

@@ -32,7 +32,6 @@ import pyarrow.compute as pc
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
 from logitmix.modules.kinds.text import NGRAMS, TextEncoder
-from logitmix.modules.kinds.words import words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
@@ -164,7 +163,6 @@ def make_features(
     features, made, projections = [ITEM_FEATURE], dict[str, Column](), dict[str, np.ndarray]()
     coded: dict[str, Codes] = {}
     sharing: dict[str, list[tuple[pa.StringArray, np.ndarray]]] = {}
-    fewest = dict[str, int]()
     for column in columns:
         column = column.load()
         marked[column.name] = _marked(column)
@@ -186,7 +184,6 @@ def make_features(
         if isinstance(found, Codes):
             table = column.table or column.name
             features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
-            fewest[table] = max(form.fewest, fewest.get(table, 1))
             sharing.setdefault(table, []).append((found.texts, found.occurrences(column.counts)))
             offsets = None if found.offsets is None else kept(found.offsets)
             parallel = {name: kept(numbers) for name, numbers in found.parallel.items()}
@@ -207,13 +204,12 @@ def make_features(
             numbers[np.isnan(numbers)] = mean
             made[column.name] = Column(kept(numbers))
     values = {ITEM: item_ids} | {
-        table: _vocabulary(codes, max(min_count, fewest[table])) for table, codes in sharing.items() if table != ITEM
+        table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
     }
     tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
     for feature in features:
         if feature.name in coded:
             found = _look_up(coded.pop(feature.name), values[feature.table], tables[feature.table])
-            found = found.without_unknown() if feature.form.skips_unknown else found
             made[feature.name] = replace(found, values=keep(found.values)) if feature.owner == "event" else found
     vocabularies = {
         name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
@@ -714,12 +710,6 @@ class _Source:
         there = single.codes >= 0
         return Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
 
-    def words(self) -> Codes:
-        values = self.column.values
-        _require_texts(self.column)
-        lists = [words_of(text) for text in values.dictionary.to_pylist()]
-        return _code_text_lists(values, pa.array(lists, pa.list_(pa.string())))
-
     def text_vectors(self) -> np.ndarray:
         encoder, distinct = self.column.encoder, _texts_of(self.column)
         assert encoder is not None
@@ -825,9 +815,9 @@ def _between_separators(texts: pa.StringArray) -> pa.ListArray:
     return pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values))
 
 
-def _code_text_lists(values: pa.DictionaryArray, split: pa.ListArray | None = None) -> Codes:
-    """The parts of each text: those of its distinct texts, `split`, or what is between separators."""
-    distinct = _code_lists(_between_separators(values.dictionary) if split is None else split)
+def _code_text_lists(values: pa.DictionaryArray) -> Codes:
+    """The parts of each text, between separators."""
+    distinct = _code_lists(_between_separators(values.dictionary))
     assert distinct.offsets is not None
     texts = values.indices.fill_null(-1).to_numpy()
     counts = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])

@@ -30,7 +30,8 @@ from logitmix.common.files import clean_up, naming, whole_directory
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
-from logitmix.modules.kinds.text import TextEncoder
+from logitmix.modules.kinds.registry import kind_named
+from logitmix.modules.kinds.text import NGRAMS, TextEncoder
 from logitmix.modules.schema import Owner, Schema
 from logitmix.trainer.data.append import append, read_for_appending, read_waiting
 from logitmix.trainer.data.arrange import SHOWN, Ordered, arrange
@@ -362,6 +363,8 @@ def _features(
     title = options.title_column if options.title_column in raw.items.columns else ""
     said = embedded(said, names, options.embedded_columns, title)
     chosen = apply_options(names, said, options.schema, of_owner, unit)
+    if options.embed_with != NGRAMS and not any(of.kind and kind_named(of.kind).of_texts for of in chosen):
+        raise ValueError(f"--embed-with: {options.schema} has no kind text; name columns with --embed")
     if known:
         chosen, notes = as_in_schema(chosen, known.schema, known.encoders, of_owner)
     try:

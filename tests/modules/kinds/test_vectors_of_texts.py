@@ -14,8 +14,7 @@ from small_data import small_config
 from logitmix.common.plugins import load_plugins
 from logitmix.modules.features import Values
 from logitmix.modules.kinds import text
-from logitmix.modules.kinds.text import TEXT_ENCODERS, TextEncoder, encode, fit_projection
-from logitmix.modules.kinds.words import words_of
+from logitmix.modules.kinds.text import TEXT_ENCODERS, TextEncoder, encode, fit_projection, words_of
 from logitmix.modules.schema import Feature
 from logitmix.serving.directory import reader
 from logitmix.serving.features import FeatureReader
@@ -31,6 +30,20 @@ from logitmix.trainer.loop import train
 LETTERS = Path(__file__).parents[3] / "examples" / "plugins" / "letters.py"
 TITLES = ["Red shoes, RED!", "blue shoes", "Blue Straße 7", "", "a green hat", "日本 の帽子", "NULL", "green 帽子"]
 TEXTS = [*(title for title in TITLES if title not in ("", "NULL")), "red shoe", "x" * 100]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("Red shoes, RED!", ["red", "shoes", "red"]),
+        ("x-large_2 L'été", ["x", "large_2", "l", "été"]),
+        ("STRASSE Straße", ["strasse", "strasse"]),
+        ("日本 の帽子a1", ["日", "本", "の", "帽", "子", "a1"]),
+        (" - \u2026 ", []),
+    ],
+)
+def test_words_are_runs_of_letters_and_digits(given: str, words: list[str]) -> None:
+    assert words_of(given) == words
 
 
 def ngrams(given: str) -> list[str]:
@@ -142,13 +155,16 @@ def written(folder: Path, first: int = 0, items: int = 6) -> dict[str, str]:
         ({"embed": "blank"}, r"feature blank has no texts; kind text needs some"),
         ({"embed": "title", "embed_with": "ngram"}, r"^no encoder of texts named 'ngram'.*; there are: ngrams"),
         ({"embed_with": "letters"}, r"^--embed-with is for the columns that --embed names"),
+        ({"embed_with": "letters", "schema": "schema.toml"}, r"^--embed-with: .*schema.toml has no kind text"),
         ({"embed": " , "}, r"^--embed is ' , '; it must be names of columns"),
         ({"embed": "title", "append": "d"}, r"^--append takes no --embed, because the dataset has its features"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=problem):
-        prepare(PrepareOptions("table", out=str(tmp_path / "data"), **written(tmp_path), **options))
+        (tmp_path / "schema.toml").write_text("[features.size]\nkind = 'number'\n")
+        given = options | ({"schema": str(tmp_path / "schema.toml")} if "schema" in options else {})
+        prepare(PrepareOptions("table", out=str(tmp_path / "data"), **written(tmp_path), **given))
     assert not (tmp_path / "data").exists()
 
 

@@ -475,8 +475,8 @@ def tables() -> Iterator[Case]:
         ("unknown key", b"[features.note]\nkinds = 'id'", r"schema.toml: unknown key .*kinds \(did you mean kind"),
         (
             "unknown kind",
-            b"[features.note]\nkind = 'word'",
-            r"schema.toml: features\.note: its kind is 'word' \(did you mean words\?\); it must",
+            b"[features.note]\nkind = 'txt'",
+            r"schema.toml: features\.note: its kind is 'txt' \(did you mean text\?\); it must",
         ),
         (
             "name of a table",
