@@ -6,6 +6,7 @@ entries say where. The ranks' clocks need not agree. Where ranks may wait for ea
 watches the next one.
 """
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -34,6 +36,22 @@ NAMING = 30.0
 LISTENS and twice ANSWERS."""
 
 OURS = __name__.partition(".")[0] + "."
+
+
+class _Sign(NamedTuple):
+    """What a rank's entry in the store says."""
+
+    host: str
+    pid: int
+    parent: int
+    beats: int
+    begun: int
+    """Collectives."""
+    place: str
+
+    @classmethod
+    def of(cls, entry: str) -> "_Sign":
+        return cls(*json.loads(entry))
 
 
 class Heartbeat:
@@ -96,7 +114,7 @@ class Heartbeat:
         never = [rank for rank in silent if not after[rank]]
         if never == silent:
             return f"{ranks} never came"
-        hosts = sorted({after[rank].split()[0] for rank in silent if after[rank]})
+        hosts = sorted({_Sign.of(after[rank]).host for rank in silent if after[rank]})
         return f"{ranks} (on {', '.join(hosts)}) gave no sign of life for {max(seconds, LISTENS):g} s"
 
     def who_is_behind(self) -> str:
@@ -105,13 +123,12 @@ class Heartbeat:
         entries = self._entries(self.store) if self.store else None
         if not entries or not all(entries.values()):
             return ""
-        begun = {rank: _begun(entry) for rank, entry in entries.items()}
-        least, most = min(begun.values()), max(begun.values())
+        signs = {rank: _Sign.of(entry) for rank, entry in entries.items()}
+        begun = [sign.begun for sign in signs.values()]
         return "; ".join(
-            f"rank {rank} (on {entry.split()[0]}) gives signs of life, but has not come so far: "
-            f"it is in {entry.split(maxsplit=5)[5]}"
-            for rank, entry in entries.items()
-            if begun[rank] == least < most
+            f"rank {rank} (on {sign.host}) gives signs of life, but has not come so far: it is in {sign.place}"
+            for rank, sign in signs.items()
+            if sign.begun == min(begun) < max(begun)
         )
 
     def _beat(self, store: dist.Store) -> None:
@@ -119,12 +136,12 @@ class Heartbeat:
         with suppress(RuntimeError):  # the store is gone, and so is the job
             while not self._ended.is_set():
                 begun, place = self.begun(), _place_of(sys._current_frames().get(threading.main_thread().ident or 0))
-                of_process = f"{socket.gethostname()} {os.getpid()} {os.getppid()}"
-                store.set(f"alive/{self.rank}", f"{of_process} {self._beats} {begun} {place}")
+                sign = _Sign(socket.gethostname(), os.getpid(), os.getppid(), self._beats, begun, place)
+                store.set(f"alive/{self.rank}", json.dumps(sign))
                 if self._watcher and store.check([watched]):
                     last, before = before, store.get(watched).decode()
                     self._since = self._since + 1 if before == last else 0
-                    stands = last and _begun(last) == _begun(before) < begun
+                    stands = last and _Sign.of(last).begun == _Sign.of(before).begun < begun
                     self._behind = self._behind + 1 if stands else 0
                 self._beats += 1
                 self._ended.wait(INTERVAL)
@@ -162,10 +179,6 @@ class Heartbeat:
         return found if len(found) == self.world_size else None
 
 
-def _begun(entry: str) -> int:
-    return int(entry.split(maxsplit=5)[4])
-
-
 def _place_of(frame: FrameType | None) -> str:
     """The innermost of this project's functions that a thread is in."""
     while frame:
@@ -178,12 +191,14 @@ def _place_of(frame: FrameType | None) -> str:
 
 def _kill(entry: str) -> None:
     """Ends the process of an entry, if it runs on this host under this process's launcher."""
-    host, pid, parent = (entry or "- 0 0").split()[:3]
-    if sys.platform != "linux" or host != socket.gethostname() or int(parent) != os.getppid():
+    if sys.platform != "linux" or not entry:
+        return
+    sign = _Sign.of(entry)
+    if sign.host != socket.gethostname() or sign.parent != os.getppid():
         return
     with suppress(OSError, ValueError):
-        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getppid():
-            os.kill(int(pid), signal.SIGKILL)
+        if int(Path(f"/proc/{sign.pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getppid():
+            os.kill(sign.pid, signal.SIGKILL)
 
 
 def connection(store: dist.TCPStore, prefix: str, timeout: timedelta) -> dist.Store:

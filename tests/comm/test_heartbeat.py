@@ -1,5 +1,6 @@
 """Who is missing, from signs of life in a store."""
 
+import json
 import os
 import re
 import signal
@@ -183,7 +184,8 @@ def test_a_silent_rank_of_this_launcher_is_killed(
     alone."""
     silent = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(heartbeat.os, "getppid", lambda: os.getpid() if ours else 1)
-    store.set("alive/1", f"{heartbeat.socket.gethostname()} {silent.pid} {os.getppid()} 7 0 other code")
+    entry = [heartbeat.socket.gethostname(), silent.pid, os.getppid(), 7, 0, "other code"]
+    store.set("alive/1", json.dumps(entry))
     one = Heartbeat(store, 0, 2)
     assert one.who_is_missing().startswith("rank 1 (on ")
     time.sleep(0.1)

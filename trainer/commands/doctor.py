@@ -139,6 +139,8 @@ def _compiled_parts() -> Finding:
     missing = [what for module, what in PARTS.items() if compiled_library(module) is None]
     if missing:
         remedy = "install a C compiler, then logitmix again"
+        if compiler := shutil.which("cc"):
+            remedy = f"{compiler} is here: install logitmix again with pip install --verbose, and read what it said"
         return Finding("compiled C", "slow", f"not built: {', '.join(missing)}; plain torch does it", remedy)
     return Finding("compiled C", "ok", ", ".join(PARTS.values()))
 

@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 
 from logitmix.common.mappings import from_mapping, nearest
 from logitmix.modules.kinds.registry import KINDS, kind_named
-from logitmix.modules.kinds.text import NGRAMS, TextEncoder
+from logitmix.modules.kinds.text import NGRAMS, TextEncoder, words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
@@ -176,8 +176,9 @@ def make_features(
         notes += _of_numbers(column)
         form, encoder = kind_named(column.kind), column.encoder
         if form.of_texts and not encoder:
-            if not (texts := _texts_of(column).to_pylist()):
-                raise ValueError(f"feature {column.name} has no texts; kind {column.kind} needs some")
+            texts = _texts_of(column).to_pylist()
+            if not any(words_of(text) if embed_with == NGRAMS else text for text in texts):
+                raise ValueError(f"feature {column.name} has no text of letters or digits; kind text needs some")
             encoder = TextEncoder.fit(embed_with, texts)
         found = form.read(_Source(replace(column, encoder=encoder)))
         kept = keep if column.owner == "event" else lambda values: values

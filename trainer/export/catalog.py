@@ -163,7 +163,7 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
 def in_words(counts: Mapping[str, int]) -> str:
     """What a plan does, for people to read."""
     numbers = {name: f"{count:,}" for name, count in counts.items()}
-    return "{added} items added, {changed} changed, {unchanged} unchanged, {removed} removed, {num_items} now".format(
+    return "items: {added} added, {changed} changed, {unchanged} unchanged, {removed} removed, {num_items} now".format(
         **numbers
     )
 

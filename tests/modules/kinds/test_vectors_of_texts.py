@@ -143,16 +143,20 @@ def written(folder: Path, first: int = 0, items: int = 6) -> dict[str, str]:
     times = 1_700_000_000 + 1_000_000 * first
     rows = [f"u{user},i{random.integers(first, items)},{times + at}" for user in range(30) for at in range(6)]
     (folder / f"{first}.csv").write_text("\n".join(["user,item,timestamp", *rows]) + "\n", encoding="utf-8")
-    lines = "".join(f'i{item},"{title}",{item % 3}, \n' for item, title in enumerate(TITLES))
-    (folder / "items.csv").write_text(f"item,title,size,blank\n{lines}", encoding="utf-8")
+    lines = "".join(f'i{item},"{title}",{item % 3}, ,{"*" * (item % 5)}\n' for item, title in enumerate(TITLES))
+    (folder / "items.csv").write_text(f"item,title,size,blank,stars\n{lines}", encoding="utf-8")
     return {"source": str(folder / f"{first}.csv"), "items": str(folder / "items.csv")}
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"embed": "titel"}, r"^--embed: no column 'titel' \(did you mean title\?\); there are: title, size, blank"),
-        ({"embed": "blank"}, r"feature blank has no texts; kind text needs some"),
+        (
+            {"embed": "titel"},
+            r"^--embed: no column 'titel' \(did you mean title\?\); there are: title, size, blank",
+        ),
+        ({"embed": "blank"}, r"feature blank has no text of letters or digits; kind text needs some"),
+        ({"embed": "stars"}, r"feature stars has no text of letters or digits; kind text needs some"),
         ({"embed": "title", "embed_with": "ngram"}, r"^no encoder of texts named 'ngram'.*; there are: ngrams"),
         ({"embed_with": "letters"}, r"^--embed-with is for the columns that --embed names"),
         ({"embed_with": "letters", "schema": "schema.toml"}, r"^--embed-with: .*schema.toml has no kind text"),

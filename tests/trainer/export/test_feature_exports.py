@@ -376,7 +376,7 @@ def test_an_export_of_a_catalog_is_an_export_that_is_updated(
     update_items(served, catalog)
     capsys.readouterr()
     export(run, tmp_path / "again", catalog=catalog)
-    assert "1 items added, 1 changed, 30 unchanged, 19 removed, 32 now" in " ".join(capsys.readouterr().err.split())
+    assert "items: 1 added, 1 changed, 30 unchanged, 19 removed, 32 now" in " ".join(capsys.readouterr().err.split())
     assert {path.name for path in tmp_path.iterdir()} == {"served", "again", "t.csv"}
     for file in served.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
@@ -674,7 +674,7 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     export(run, out, True, filterable=["left", "day"], catalog=Catalog(str(stock)))
     said = capsys.readouterr().err
     assert f"1 of {ITEMS} items of {dataset.path} are not in {stock}, such as 'item-0'" in said
-    assert "1 items added, 0 changed" in said
+    assert "items: 1 added, 0 changed" in said
     (tmp_path / "new.csv").write_text("item,left\nnew,7\nanother,\nitem-5,9\nitem-7,1\n")
     (tmp_path / "gone").write_text("item-0\nitem-8\n")
     counts = update_items(out, Catalog(str(tmp_path / "new.csv"), remove=str(tmp_path / "gone")))
