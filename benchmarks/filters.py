@@ -71,7 +71,8 @@ def main(options: Options) -> None:
     random = torch.Generator().manual_seed(1)
     histories = torch.randint(X, (options.requests, HISTORY), generator=random).tolist()
     rows = []
-    for share in track(SHARES, "measuring", console=Console(stderr=True)):
+    shares = [share for share in SHARES if round(share * X)]
+    for share in track(shares, "measuring", console=Console(stderr=True)):
         where = f"place < {round(share * X)}"
         row = {"share": share, "first": 1000 * cpu_seconds(partial(retriever.filters.allowed, where))}
         for kept in map(int, options.kept.split(",")):

@@ -118,7 +118,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
             _train_first(first, config, run, job)
         seen = _seen(run, config, dataset, ranks)
         batches = training_batches(config, dataset, ranks, seen)
-        of_negatives = batches.said_of_explicit()
+        of_negatives = on_first_rank_at_length(batches.said_of_explicit, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
@@ -132,7 +132,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
             if seen:
-                job.say(on_first_rank_at_length(partial(_said_of_seen, seen, config, dataset, batches), ranks))
+                job.say(on_first_rank_at_length(partial(_said_of_seen, seen, batches), ranks))
             job.say(
                 warm_start(source, dataset, model, optimizer, seen.earlier)
                 if seen
@@ -173,9 +173,9 @@ def _seen(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> Seen | N
     return found[0]
 
 
-def _said_of_seen(seen: Seen, config: Config, dataset: Dataset, batches: TrainingBatches) -> str:
+def _said_of_seen(seen: Seen, batches: TrainingBatches) -> str:
     """ValueError if the earlier run was trained on what is held out now."""
-    unseen = seen.require_unseen(held_out(config, dataset))
+    unseen = seen.require_unseen(batches.held_out)
     epochs = batches.steps_of_first / batches.steps_per_epoch
     return (
         f"{seen.said}; {unseen}\nthe first {batches.steps_of_first:,} of an epoch's {batches.steps_per_epoch:,} steps "

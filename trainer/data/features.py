@@ -613,9 +613,7 @@ def as_lists(values: pa.Array) -> pa.Array:
     if is_list(values.type):
         return values
     if pa.types.is_dictionary(values.type):
-        texts = values.cast(pa.string())
-        split = pc.split_pattern(texts, SEPARATOR)
-        return pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values), mask=texts.is_null())
+        return _between_separators(values.dictionary).take(values.indices)
     return lists_of(as_numpy(values.is_valid()), values.drop_null())
 
 
