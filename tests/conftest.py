@@ -68,6 +68,7 @@ def _is_long(item: pytest.Item) -> bool:
     return bool(_names((item.function, *fixtures)) & LONG)
 
 
+@cache
 def _names(functions: tuple[Callable[..., Any], ...]) -> set[str]:
     names, seen, left = set[str](), set[Any](), list[Any](functions)
     while left:

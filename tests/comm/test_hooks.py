@@ -80,13 +80,7 @@ NODES = {
     "EBC grid": Layout(True, (256, 256), (("grid", (0, 1)), ("grid", (1, 0))), twice=True),
 }
 """On two nodes of two ranks."""
-PAIRS: list[tuple[str, str]] = [
-    ("fp32", "fp32"),
-    ("fp8", "fp8"),
-    ("bf16", "bf16"),
-    ("fp16", "fp8"),
-    ("fp8", "fp32"),
-]
+PAIRS: list[tuple[str, str]] = [("fp32", "fp32"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp8"), ("fp8", "fp32")]
 # Users of each rank, whether each rank has any ids, and how many of the rows are asked for.
 BATCHES = {
     "ragged": ((3, 3, 3, 3), (True, True, True, True), ROWS),
@@ -422,7 +416,7 @@ class PlainModel(nn.Module):
             tables=[
                 EmbeddingBagConfig(name="user", num_embeddings=40, embedding_dim=16, feature_names=["user"]),
                 EmbeddingBagConfig(name="shop", num_embeddings=30, embedding_dim=8, feature_names=["shop", "seen"]),
-            ],
+            ]
         )
         self.words = EmbeddingCollection(
             tables=[EmbeddingConfig(name="word", num_embeddings=50, embedding_dim=32, feature_names=["query"])]
@@ -486,14 +480,15 @@ def _load_plain(model: Any, state: dict[str, Tensor]) -> None:
 
 
 def work(few: bool) -> dict[str, Any]:
-    """`few`: every batch in FP8, and one with other pairs."""
+    """`few`: some batches in FP8, and one with other pairs."""
     results: dict[str, Any] = {}
     with process_group("cpu", 60) as ranks:
         for (name, layout), (forward, backward) in itertools.product(LAYOUTS.items(), PAIRS):
             wire = WireConfig(forward, backward)
             module = unsharded(layout)
             sharded, plan, counts = shard(layout, module, wire, ranks)
-            for batch in ["ragged"] if few and (forward, backward) != ("fp8", "fp8") else BATCHES:
+            some = ["ragged", "empty on rank 1", "unequal"][: 3 if (forward, backward) == ("fp8", "fp8") else 1]
+            for batch in some if few else BATCHES:
                 errors = train_one(layout, batch, wire, module, sharded, plan, ranks)
                 expected = bytes_sent(layout, plan, batch, wire, 2)
                 results[f"{name} {forward} {backward} {batch}"] = (errors, _by_table(counts, layout), expected)

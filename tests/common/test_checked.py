@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from logitmix.common.checked import (
-    Checked,
-    check_file,
-    entry_of,
-    entry_of_bytes,
-    fields_of,
-    json_digest,
-    require_entry,
-)
+from logitmix.common.checked import Checked, check_file, entry_of, entry_of_bytes, fields_of, json_digest, require_entry
 
 FORMAT = Checked("test", 2)
 CONTENT = {"text": "ü\ud800", "number": 1e-05, "files": {"a": {"bytes": 3, "sha256": "0"}}}

@@ -50,10 +50,7 @@ def test_a_file_is_loaded_once_and_is_known_by_its_digest(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            HALF.replace("half", "cosine"),
-            r"half\.py:2: there is a schedule 'cosine' already, of logitmix; choose",
-        ),
+        (HALF.replace("half", "cosine"), r"half\.py:2: there is a schedule 'cosine' already, of logitmix; choose"),
         (HALF + HALF, r"half\.py:4: there is a schedule 'half' already, of the plugin half\.py; choose another name"),
         (HALF.replace("lambda passed: 0.5", "0.5"), r"half\.py:2: the schedule 'half' has no __call__; see docs/ext"),
         ("\n1 / 0", r"half\.py:2: ZeroDivisionError: division by zero"),
@@ -70,10 +67,7 @@ def test_a_mistake_in_a_plugin_is_a_line_with_its_place(text: str, message: str,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            "there/is/none.py",
-            r"^run/config\.toml: the plugin there/is/none\.py is not there; give the place: --im",
-        ),
+        ("there/is/none.py", r"^run/config\.toml: the plugin there/is/none\.py is not there; give the place: --im"),
         (
             "of_nobody",
             r"^run/config\.toml: there is no module of_nobody; pip install it, or give a file: --import FILE",

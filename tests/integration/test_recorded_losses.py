@@ -103,7 +103,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recorded")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(of, marks=[pytest.mark.slow] if of == "ml-100k-mol, fp32" else []) for of in RUNS]
+)
 @pytest.mark.parametrize("epochs", [0.5, pytest.param(1, marks=pytest.mark.slow)])
 def test_losses_are_those_recorded(name: str, epochs: float, folder: Path, request: pytest.FixtureRequest) -> None:
     recorded: dict[str, Any] = json.loads(RECORDED.read_text())

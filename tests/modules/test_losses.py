@@ -92,12 +92,7 @@ def sides(similarity: Similarity, positions: int, items: int, seed: int = 0) -> 
 
 
 def plain_loss(
-    kind: Kind,
-    similarity: Similarity,
-    query: list[Tensor],
-    item: list[Tensor],
-    examples: Examples,
-    gate_dropout: float,
+    kind: Kind, similarity: Similarity, query: list[Tensor], item: list[Tensor], examples: Examples, gate_dropout: float
 ) -> Tensor:
     """Every position with its target and each of its negatives as one long list of pairs."""
     total = torch.zeros((), dtype=torch.float64)

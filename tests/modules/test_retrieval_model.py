@@ -112,9 +112,7 @@ def batches(
     actions, explicit = len(data.items_flat), Feature("shown", "event", "ids", ITEM)
     shown = Column(np.random.default_rng(3).integers(0, ITEMS, 3 * actions), 3 * (np.arange(actions + 1) // 3))
     data = replace(
-        data,
-        schema=replace(data.schema, features=(*data.schema.features, explicit)),
-        event_features={"shown": shown},
+        data, schema=replace(data.schema, features=(*data.schema.features, explicit)), event_features={"shown": shown}
     )
     places = np.flatnonzero(np.random.default_rng(1).random(len(data.items_flat)) < 0.35) if some else None
     return TrainingBatches(

@@ -71,8 +71,7 @@ class Chain:
 
 
 @pytest.mark.parametrize(
-    ("options", "features"),
-    [({}, False), ({}, True), ({"item_cache": False}, True), ({"precision": "int8"}, False)],
+    ("options", "features"), [({}, False), ({}, True), ({"item_cache": False}, True), ({"precision": "int8"}, False)]
 )
 def test_base_and_deltas_are_the_whole_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], features: bool

@@ -75,10 +75,7 @@ def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.Da
         for place, of in zip(served.columns["place"], served.columns["in_stock"], strict=True)
     ]
     history, items = data.draw(st.sampled_from(HISTORIES)), st.lists(st.integers(0, X - 1), max_size=90)
-    request: Request = {
-        "history": [IDS[item] for item in history],
-        "where": f"place < {share} and in_stock >= {least}",
-    }
+    request: Request = {"history": [IDS[item] for item in history], "where": f"place < {share} and in_stock >= {least}"}
     if data.draw(st.booleans()):
         allowed = data.draw(items)
         request["allowed"] = [IDS[item] for item in allowed]
@@ -278,11 +275,7 @@ def test_attributes_change_without_an_export(tmp_path: Path) -> None:
         ("a.csv", "", ""),
         ("a.csv", "item,price\n7,5", "its last line has no end; write the whole beside it, and then rename that"),
         ("a.csv", "item,price\n7,5,1\n", "line 2: it has 3 fields, and the header 2"),
-        (
-            "a.csv",
-            "item,prize\n7,5\n",
-            r"line 2: no filterable column 'prize' \(did you mean price\?\); there are",
-        ),
+        ("a.csv", "item,prize\n7,5\n", r"line 2: no filterable column 'prize' \(did you mean price\?\); there are"),
         ("a.jsonl", '{"item": 7}\n{"in_stock": 1}\n', "line 2: .* is no object with 'item'"),
         ("a.jsonl", '{"item": 7\n', "line 1: not JSON"),
         ("a.jsonl", '{"item": 1.5}\n', "line 1: is 1.5; it must be text or a whole number"),

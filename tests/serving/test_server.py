@@ -246,10 +246,7 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
         (question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
         (question({"history": ids[:1], "events": [{"action": 1.5}]}), "the request, an event: feature action is 1.5"),
         (question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
-        (
-            question({"history": ids[:1], "timestamps": [2**70]}),
-            "the request: one of its timestamps is 118",
-        ),
+        (question({"history": ids[:1], "timestamps": [2**70]}), "the request: one of its timestamps is 118"),
         (question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
         (question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
     ]

@@ -185,11 +185,7 @@ def rounded(x: Tensor, steps: int) -> Tensor:
     return (x / scale).round() * scale
 
 
-@given(
-    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=5),
-    X=st.integers(1, 40),
-    seed=st.integers(0, 1000),
-)
+@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=5), X=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_any_candidates(lengths: list[int], X: int, seed: int) -> None:
     mol = mol_of(4, 4, 32, 8)
     query, item = sides_of(mol, len(lengths), X)

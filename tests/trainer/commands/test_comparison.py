@@ -105,18 +105,9 @@ BEHIND = "no learned model is ahead of EASE on validation, and on the test part 
         (row("hstu", 0.3, 0.1, -0.13, -0.07), "HSTU is best on validation, but on the test part EASE is better"),
         (row("hstu", 0.1, 0.3, 0.05, 0.15), f"{BEHIND.replace(', and', ', but')} better: HR@10"),
         (row("hstu", 0.2, 0.3, 0.05, 0.15), f"{BEHIND.replace(', and', ', but')} better: HR@10"),
-        (
-            row("hstu", 0.1, 0.19, -0.03, 0.01, True),
-            f"{BEHIND} not clearly better: HR@10",
-        ),
-        (
-            row("hstu", 0.1, 0.1, -0.13, -0.07),
-            f"{BEHIND} behind: HR@10",
-        ),
-        (
-            row("hstu", 0.1, 0.1, -0.13, -0.07, differ=5),
-            f"{BEHIND} not clearly better: HR@10",
-        ),
+        (row("hstu", 0.1, 0.19, -0.03, 0.01, True), f"{BEHIND} not clearly better: HR@10"),
+        (row("hstu", 0.1, 0.1, -0.13, -0.07), f"{BEHIND} behind: HR@10"),
+        (row("hstu", 0.1, 0.1, -0.13, -0.07, differ=5), f"{BEHIND} not clearly better: HR@10"),
     ],
 )
 def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[str, Any], said: str) -> None:
@@ -132,18 +123,8 @@ def test_the_verdict_chooses_on_validation_and_reports_the_test(learned: dict[st
 @pytest.mark.parametrize(
     ("learned", "cold", "unused", "said"),
     [
-        (
-            row("hstu", 0.3, 0.312, 0.09, 0.13, None),
-            0.0,
-            False,
-            "--minutes 8, because there was time for only",
-        ),
-        (
-            row("hstu", 0.3, 0.312, 0.09, 0.13, True),
-            0.0,
-            False,
-            "--minutes 8, because HSTU's validation was",
-        ),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, None), 0.0, False, "--minutes 8, because there was time for only"),
+        (row("hstu", 0.3, 0.312, 0.09, 0.13, True), 0.0, False, "--minutes 8, because HSTU's validation was"),
         (row("hstu", 0.3, 0.312, 0.09, 0.13), 0.5, True, "`logitmix train --refit out/hstu-1`, which"),
         (row("hstu", 0.3, 0.312, 0.09, 0.13, differ=5), 0.5, True, "--features all and another --out"),
         (row("hstu", 0.1, 0.312, 0.09, 0.13), 0.5, True, "--features all and another --out"),

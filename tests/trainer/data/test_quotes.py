@@ -43,9 +43,7 @@ def test_quotes_that_are_kept_are_said(tmp_path: Path, rejects: Rejects, monkeyp
     monkeypatch.setattr(rejects, "say", said.append)
     content = b'user\titem\ttimestamp\ttitle\n"u"\ta\t1\t"x ""y"""\nu\tb\t2\t"z"\n'
     assert len(actions_of(file_of(tmp_path, content), rejects)) == 2
-    assert said == [
-        "in.txt: 3 fields between tabs keep their quotes, such as on line 2; --quote reads them as CSV",
-    ]
+    assert said == ["in.txt: 3 fields between tabs keep their quotes, such as on line 2; --quote reads them as CSV"]
     quoted = file_of(tmp_path, b'"user"\t"item"\t"timestamp"\n"u"\t"a"\t1\n')
     problem = r"^in\.txt: its header has names in quotes, which --quote reads; between tabs"
     with pytest.raises(ValueError, match=problem):

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from killed_prepare import state
 from rich.console import Console
@@ -195,7 +195,6 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(rows, st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([(), ("more = x",)]))
 def test_any_rows_in_little_memory(rows: list[Any], of_items: int, of_users: int, keep: bool, shown: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +237,6 @@ digits = st.integers(0, 40).map(str) | st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 40).map(str) | st.none(), max_size=9) | st.lists(digits, max_size=9), max_size=6)
 )

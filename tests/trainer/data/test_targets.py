@@ -182,10 +182,7 @@ def test_conditions_are_on_features_of_actions(tmp_path: Path) -> None:
     [
         ("kind = type-1", "--data.targets 'kind = type-1': no column 'kind'; the columns are: action, query, rating"),
         ("action", "--data.targets 'action': it must be a column, one of"),
-        (
-            "action = type-9",
-            "--data.targets 'action = type-9': no action of .*; action is type-1, type-2",
-        ),
+        ("action = type-9", "--data.targets 'action = type-9': no action of .*; action is type-1, type-2"),
         ("query = tags-1", "--data.targets 'query = tags-1': query has several values for an action"),
     ],
 )

@@ -18,13 +18,7 @@ from logitmix.trainer.data import columns
 from logitmix.trainer.data.batches import HeldOut, Split, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation import baselines, evaluate
-from logitmix.trainer.evaluation.baselines import (
-    EASE,
-    ItemKNN,
-    popularity,
-    rank_targets,
-    users_of_both,
-)
+from logitmix.trainer.evaluation.baselines import EASE, ItemKNN, popularity, rank_targets, users_of_both
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.run.results import beside_baselines

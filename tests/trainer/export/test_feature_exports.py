@@ -131,7 +131,7 @@ def item_record(dataset: Dataset, item: int) -> dict[str, Any]:
     return {f.name: raw(dataset, f, dataset.item_features[f.name], item) for f in dataset.schema.of("item")}
 
 
-@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("more", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset: Dataset, tmp_path: Path) -> None:
     """That of the target in evaluation, the request's in serving; any without one."""
     features = ["action", *(of.name for of in dataset.schema.of("user"))] if more else []

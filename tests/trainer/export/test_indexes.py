@@ -130,11 +130,7 @@ def full(index: object, path: str) -> None:
     ("found", "error", "said"),
     [
         (None, ValueError, "not installed: pip install faiss-cpu"),
-        (
-            SimpleNamespace(**vars(faiss) | {"write_index": full}),
-            OSError,
-            "faiss cannot be written: write er",
-        ),
+        (SimpleNamespace(**vars(faiss) | {"write_index": full}), OSError, "faiss cannot be written: write er"),
     ],
 )
 def test_without_indexes_nothing_is_written(

@@ -206,8 +206,7 @@ def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict,
 
 
 @pytest.mark.parametrize(
-    ("precision", "has_bf16", "bf16"),
-    [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)],
+    ("precision", "has_bf16", "bf16"), [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)]
 )
 def test_a_cpu_without_bf16_computes_in_fp32(
     data: Path, monkeypatch: pytest.MonkeyPatch, precision: str, has_bf16: bool, bf16: bool

@@ -284,12 +284,7 @@ def test_the_wire_counts_each_table_by_itself(seen: dict) -> None:
         assert sent == [sum(foreign) * (dim + SCALE_BYTES)] * 2, table.name
 
 
-@given(
-    ids=st.lists(st.integers(0, 40)),
-    beyond=st.integers(1, 20),
-    owners=st.integers(1, 5),
-    parts=st.integers(1, 6),
-)
+@given(ids=st.lists(st.integers(0, 40)), beyond=st.integers(1, 20), owners=st.integers(1, 5), parts=st.integers(1, 6))
 def test_parts_take_every_id_once_and_of_each_owner_an_equal_share(
     ids: list[int], beyond: int, owners: int, parts: int
 ) -> None:

@@ -5,10 +5,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name
 from logitmix.trainer.parallel.ids import AskedIds, IdExchange
 
-ASKED = {
-    0: [[[1, 2], [3]], [[40], [], [60, 70]]],
-    1: [[[10], []], [[], [500], []]],
-}
+ASKED = {0: [[[1, 2], [3]], [[40], [], [60, 70]]], 1: [[[10], []], [[], [500], []]]}
 """What each rank asks of each rank, which has two lists or three."""
 
 

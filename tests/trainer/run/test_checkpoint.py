@@ -255,10 +255,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
     assert (
         uploaded
         == of_second[3:]
-        == [
-            str([["step-1", "step-2", "step-3"], ["step-2", "step-3"]]),
-            str([["step-1", "step-2"], ["step-3"]]),
-        ]
+        == [str([["step-1", "step-2", "step-3"], ["step-2", "step-3"]]), str([["step-1", "step-2"], ["step-3"]])]
     )
     for name, config in configs.items():
         assert_equal(resume(alone[name], config), expected[name])

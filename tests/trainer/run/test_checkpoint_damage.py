@@ -8,20 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from damages import (
-    DAMAGES,
-    PART,
-    flip,
-    newest,
-    replace_train,
-    resume,
-    rewrite,
-    set_,
-    steps,
-    tensors,
-    told,
-    without,
-)
+from damages import DAMAGES, PART, flip, newest, replace_train, resume, rewrite, set_, steps, tensors, told, without
 from safetensors.torch import load_file
 
 from logitmix.modules.schema import ITEM

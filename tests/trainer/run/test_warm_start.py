@@ -239,16 +239,8 @@ IDS = (Feature("brand", "item", "id", "brand"), Feature("maker", "item", "id", "
     [
         (NUMBERS[:1], NUMBERS[1:], "item feature price (number)"),
         (IDS, IDS[1:], "item feature brand (id of table brand)"),
-        (
-            [Feature("price", "item", "number")],
-            [Feature("price", "item", "vector")],
-            "item feature price (number)",
-        ),
-        (
-            [Feature("age", "user", "number")],
-            [Feature("weight", "user", "number")],
-            "user feature age (number)",
-        ),
+        ([Feature("price", "item", "number")], [Feature("price", "item", "vector")], "item feature price (number)"),
+        ([Feature("age", "user", "number")], [Feature("weight", "user", "number")], "user feature age (number)"),
     ],
 )
 def test_features_that_fit_in_shape_alone_are_refused(
