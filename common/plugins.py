@@ -22,7 +22,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
-from logitmix.common.files import file_digest
+from logitmix.common.files import file_digest, file_stamp
 from logitmix.common.mappings import first_line
 from logitmix.common.messages import say
 
@@ -166,8 +166,7 @@ def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
     Raises ValueError, with `source` for those given, for a plugin that is not there, and for an exception in one, with
     file and line.
     """
-    places = [Path(place or ".") for place in sys.path]
-    for entry in _installed(tuple((str(of), of.stat().st_mtime_ns) for of in places if of.exists())):
+    for entry in _installed(tuple((place, file_stamp(Path(place or "."))) for place in sys.path)):
         _import_module(entry.module, f"the installed plugin {entry.dist.name if entry.dist else entry.name}")
     for name in given:
         if not name.endswith(".py"):
@@ -177,7 +176,7 @@ def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _installed(places: tuple[tuple[str, int], ...]) -> EntryPoints:
+def _installed(places: tuple[tuple[str, tuple[int, int, int] | None], ...]) -> EntryPoints:
     """Looked up anew where a folder of modules has changed: settings are read often, and this reads many files."""
     return entry_points(group=GROUP)
 

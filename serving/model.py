@@ -125,14 +125,25 @@ def scales_of(tensors: Mapping[str, Tensor]) -> Scales:
     return Scales(None if corpus is None else float(corpus), None if components is None else float(components))
 
 
+@dataclass(frozen=True)
+class _Model:
+    """Of which functions remember what they have computed. A plugin's settings may have fields without a hash."""
+
+    config: ModelConfig
+    schema: Schema
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
 def weight_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
     """The weights of a tower of this configuration."""
-    return {name: list(shape) for name, shape in _weight_shapes(config, schema).items()}
+    return {name: list(shape) for name, shape in _weight_shapes(_Model(config, schema)).items()}
 
 
 @lru_cache(maxsize=16)
-def _weight_shapes(config: ModelConfig, schema: Schema) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in _empty_tower(config, schema).state_dict().items()}
+def _weight_shapes(of: _Model) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in _empty_tower(of.config, of.schema).state_dict().items()}
 
 
 def item_types(
@@ -140,23 +151,21 @@ def item_types(
 ) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Types and shapes of `stored_items`'s output for `count` items and a tower of this configuration."""
     lengths = {CORPUS: -(-count // LANES), CORPUS_SCALE: 1, COMPONENTS_SCALE: 1}
-    of_one = _types_of_one(config, schema, precision, cached)
+    of_one = _types_of_one(_Model(config, schema), precision, cached)
     return {name: (dtype, [lengths.get(name, count), *shape[1:]]) for name, (dtype, shape) in of_one.items()}
 
 
 # An export has many files of items, of the same types.
 @lru_cache(maxsize=16)
-def _types_of_one(
-    config: ModelConfig, schema: Schema, precision: Precision, cached: bool
-) -> dict[str, tuple[torch.dtype, torch.Size]]:
+def _types_of_one(of: _Model, precision: Precision, cached: bool) -> dict[str, tuple[torch.dtype, torch.Size]]:
     # Computed for one real item: torch takes seconds to load what it needs to compute with shapes alone.
-    zeros = {name: torch.zeros(shape) for name, shape in _weight_shapes(config, schema).items()}
-    tower, vector_1D = trained_tower(config, schema, zeros), torch.zeros(1, config.dim)
-    one = Embedded(vector_1D, [vector_1D] * len(schema.of("item")))
+    zeros = {name: torch.zeros(shape) for name, shape in _weight_shapes(of).items()}
+    tower, vector_1D = trained_tower(of.config, of.schema, zeros), torch.zeros(1, of.config.dim)
+    one = Embedded(vector_1D, [vector_1D] * len(of.schema.of("item")))
     with torch.inference_mode():
         scales = Scales(1.0 if tower.hindexer else None, 1.0 if precision == "int8" else None)
         stored = stored_items(tower, one, precision, cached, scales)
-    return {name: (of.dtype, of.shape) for name, of in stored.items()}
+    return {name: (each.dtype, each.shape) for name, each in stored.items()}
 
 
 def row_shapes(config: ModelConfig, schema: Schema) -> dict[str, list[int]]:
