@@ -66,7 +66,7 @@ class CachedShard:
         return len(self.vector_RD)
 
     def vectors(self, index_N: Tensor) -> Tensor:
-        return self.vector_RD[index_N]
+        return self.vector_RD.index_select(0, index_N)
 
     def side(self, stage: Stage, start: int, stop: int) -> Side:
         if stage == "hindexer":

@@ -28,12 +28,14 @@ class StoredTable:
     def fetch(self, index_T: Tensor) -> Tensor:
         """Rows [T, W], on the parts' device, by indices (int64) in any order."""
         row_TW = self.parts[0].new_empty(len(index_T), *self.parts[0].shape[1:])
-        return gather(index_T, self.starts, lambda number, index_N: self.parts[number][index_N], row_TW)
+        return gather(index_T, self.starts, lambda number, index_N: self.parts[number].index_select(0, index_N), row_TW)
 
 
 def gather(index_T: Tensor, starts: Tensor, read: Callable[[int, Tensor], Tensor], row_TW: Tensor) -> Tensor:
     """Fills `row_TW` with the rows of these indices. `starts`: where each part begins; `read` gives rows [N, W] of a
     part, by its number and the indices [N] within it."""
+    if len(starts) == 2:
+        return row_TW.copy_(read(0, index_T.to(row_TW.device)))
     index_T = index_T.cpu()
     part_T = torch.bucketize(index_T, starts, right=True) - 1
     for number in part_T.unique().tolist():

@@ -55,11 +55,18 @@ class _Block(nn.Module):
         )
 
     def last(self, x_TD: Tensor, packing: Packing) -> Tensor:
-        """The last positions [B, D] of `forward` without noise. Of the others only keys and values are computed."""
+        """The last positions [B, D] of `forward` without noise.
+
+        Nothing is computed of the others: q · (K x + b) is (Kᵀ q) · x, but for a term that is the same for all of a
+        sequence; and weights that sum to 1 give V x + b the mean V (Σ w x) + b.
+        """
         q_BD = self.attention_norm(x_TD.index_select(0, packing.last_B))
         query_BGd = self.query(q_BD).unflatten(1, (self.heads, -1))
-        attended_BGd = attend_last(query_BGd, self.key_value(x_TD).unflatten(1, (2, self.heads, -1)), packing)
-        return self._feed(q_BD + self.output(attended_BGd.flatten(1)), packing, None)
+        key_GdD, value_GdD = self.key_value.weight.unflatten(0, (2, self.heads, -1))
+        scale = query_BGd.shape[2] ** -0.5
+        mean_BGD = attend_last(torch.einsum("bgd,gde->bge", query_BGd * scale, key_GdD), x_TD, packing)
+        attended_BD = torch.einsum("bge,gde->bgd", mean_BGD, value_GdD).flatten(1) + self.key_value.bias.chunk(2)[1]
+        return self._feed(q_BD + self.output(attended_BD), packing, None)
 
     def _feed(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         x_TD = self.feed_norm(x_TD)
@@ -93,16 +100,18 @@ def attend_padded(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     return torch.cat(outs).index_select(0, packing.grouped_T) if outs else packed_T3Gd[:, 0]
 
 
-def attend_last(query_BGd: Tensor, packed_T2Gd: Tensor, packing: Packing) -> Tensor:
-    """`attend_padded` for the last position of each sequence alone: queries [B, G, d], keys and values [T, 2, G, d] ->
-    [B, G, d]."""
+def attend_last(query_BGD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
+    """The mean [B, G, D] of each sequence's positions [T, D], for each of G queries weighted by the softmax of their
+    products."""
     order_B, length_B = packing.grouped_T[packing.last_B].argsort(), packing.position_T[packing.last_B] + 1
     outs = []
-    for (k, v), row_N in zip(_groups(packed_T2Gd, packing), order_B.split([B for B, _ in packing.groups]), strict=True):
-        seen_NL = torch.arange(k.shape[2], device=k.device) < length_B[row_N, None]
-        out_NG1d = F.scaled_dot_product_attention(query_BGd[row_N, :, None], k, v, attn_mask=seen_NL[:, None, None])
-        outs.append(out_NG1d[:, :, 0])
-    return torch.cat(outs)[order_B.argsort()] if outs else query_BGd
+    groups = zip(_groups(x_TD[:, None, None], packing), order_B.split([B for B, _ in packing.groups]), strict=True)
+    for (x_N1LD,), row_N in groups:
+        seen_NL = torch.arange(x_N1LD.shape[2], device=x_TD.device) < length_B[row_N, None]
+        query_N1GD, seen_N11L = query_BGD[row_N, None], seen_NL[:, None, None]
+        out_N1GD = F.scaled_dot_product_attention(query_N1GD, x_N1LD, x_N1LD, attn_mask=seen_N11L, scale=1.0)
+        outs.append(out_N1GD[:, 0])
+    return torch.cat(outs)[order_B.argsort()] if outs else query_BGD
 
 
 def _groups(packed: Tensor, packing: Packing) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +43,13 @@ from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, values_of
 from logitmix.trainer.export.catalog import as_arrow, read_ids
 from logitmix.trainer.export.columns import AsNeeded, dataset_columns, new_items, read_items
-from logitmix.trainer.export.export import export
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.step.memory import set_up_memory
 
 BLOCK = 2**10
 """Users of a part."""
-BATCH = 2**7
+BATCH = 2**8
 """Users encoded and ranked at once."""
 LEAST = 500
 """Items that stage 1 keeps at least, unless told otherwise."""
@@ -107,6 +106,9 @@ def served(place: str, asked: Asked) -> tuple[Path, Asked]:
     if (found / "config.toml").is_file():
         if launched():
             raise ValueError(f"{place} is a run; for several hosts, give an export: logitmix export {place} --out DIR")
+        # Imported only when used: it loads slowly.
+        from logitmix.trainer.export.export import export
+
         asked = replace(asked, data=asked.data or read_config(found).data.path)
         export(found, found := _folder(asked) / "export", overwrite=True, filterable=list(asked.limit) or None)
     elif not (asked.data or asked.similar_items):
@@ -286,9 +288,9 @@ def _answers(
     exclude = retriever.exclude_history if options.exclude_history is None else options.exclude_history
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
     score_BK = np.empty(item_BK.shape, np.float32)
-    order_B = block.argsort()
+    order_B, by_length_B = block.argsort(), block[histories.lengths(block).argsort(kind="stable")]
     for start in range(0, len(block), BATCH):
-        for some, read, excluded in histories.read(block[start : start + BATCH], exclude):
+        for some, read, excluded in histories.read(by_length_B[start : start + BATCH], exclude):
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
             if wanted:
                 last_B = read.length_B.cumsum(0) - 1
@@ -315,16 +317,18 @@ def _finish(
 ) -> dict[str, int]:
     """Parts -> file."""
     names, items, k = histories.names(), as_arrow(retriever.raw_ids), asked.options.k
-    text, of_part = pa.string(), _SCHEMA
-    schema = pa.schema([(histories.column, text), of_part.field("rank"), ("item", text), of_part.field("score")])
+    text = pa.string() if asked.out.suffix == ".csv" else pa.dictionary(pa.int32(), pa.string())
+    schema = pa.schema([(histories.column, text), _SCHEMA.field("rank"), ("item", text), _SCHEMA.field("score")])
     rows, short, none, example = 0, 0, 0, ""
     count_X = np.zeros(retriever.num_items, np.int64)
     with writing_whole(asked.out) as file:
         sink = file.buffer
-        with pa.csv.CSVWriter(sink, schema) if asked.out.suffix == ".csv" else pq.ParquetWriter(sink, schema) as writer:
+        # Parquet takes over the dictionaries, which it would otherwise make of the texts; they are read as texts.
+        parquet = partial(pq.ParquetWriter, store_schema=False, use_dictionary=schema.names[:3])
+        with (pa.csv.CSVWriter if asked.out.suffix == ".csv" else parquet)(sink, schema) as writer:
             for number, block in enumerate(blocks):
                 part = pa.ipc.open_file(asked.parts / _PART.format(number)).read_all()
-                columns = [names.take(part["of"]), part["rank"], items.take(part["item"]), part["score"]]
+                columns = [_named(part["of"], names), part["rank"], _named(part["item"], items), part["score"]]
                 writer.write_table(pa.table(columns, schema.names).cast(schema))
                 count_X += np.bincount(part["item"].to_numpy(), minlength=len(count_X))
                 full = part["of"].filter(pc.equal(part["rank"], k)).to_numpy()
@@ -339,6 +343,11 @@ def _finish(
         say(line)
     shutil.rmtree(asked.parts)
     return {histories.of: sum(map(len, blocks)), "rows": rows}
+
+
+def _named(places: pa.ChunkedArray, names: pa.Array | pa.ChunkedArray) -> pa.DictionaryArray:
+    encoded = places.combine_chunks().dictionary_encode()
+    return pa.DictionaryArray.from_arrays(encoded.indices, pc.take(names, encoded.dictionary).cast(pa.string()))
 
 
 class _OfUsers:
@@ -375,6 +384,9 @@ class _OfUsers:
 
     def names(self) -> pa.ChunkedArray:
         return self._dataset.raw_user_id_column()
+
+    def lengths(self, user_B: Ints) -> Ints:
+        return self._dataset.offsets[user_B + 1] - self._dataset.offsets[user_B]
 
     @cached_property
     def new(self) -> tuple[NDArray[np.bool_], float] | None:
@@ -445,6 +457,9 @@ class _OfItems:
 
     def names(self) -> pa.Array:
         return as_arrow(self._retriever.raw_ids)
+
+    def lengths(self, item_B: Ints) -> Ints:
+        return np.ones(len(item_B), np.int64)
 
     new = None
 

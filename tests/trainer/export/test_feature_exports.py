@@ -491,6 +491,8 @@ def whole_requests(dataset: Dataset) -> list[Request]:
 
 def require_rows(file: Path, names: list[str], expected: list[list[Row]]) -> None:
     """The file has these rankings of these users or items, up to the rounding of scores."""
+    if file.suffix == ".parquet":
+        assert pq.read_schema(file).types == [pa.string(), pa.int32(), pa.string(), pa.float32()]
     found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else pa.csv.read_csv(file).to_pylist()
     rows = [(name, row["rank"], row["id"]) for name, ranking in zip(names, expected, strict=True) for row in ranking]
     assert [(str(of), rank, item) for of, rank, item, _ in map(dict.values, found)] == rows
