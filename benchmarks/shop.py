@@ -8,8 +8,9 @@ users.
     python -m benchmarks.shop runs/shop --rectools rectools/bin/python
 
 Every method has the run's training actions, ranks by its rules and is asked for the same purchases. `implicit` is
-fitted to purchases alone and to all actions, which its models do not tell apart; ALS has 64 factors. So is SASRec of
-RecTools (rectools_peer.py), with the actions' order and no features, for `--seconds` each; its ranks end at 500. New
+fitted to purchases alone and to all actions, which its models do not tell apart; ALS has 64 factors. So is EASE of
+RecTools (rectools_peer.py). Its SASRec sees all actions in their order, without features, and has purchases as targets,
+which are the actions with weight; it trains for `--seconds` with each loss. RecTools' ranks end at 500. New
 items are those that came in the last four weeks. Seconds are CPU seconds of one thread: to fit, without the run's
 training, and to write the 100 best items of every user.
 """
@@ -50,8 +51,8 @@ class Options:
     """Run on demo-shop."""
     rectools: str = ""
     """Python of an environment that has RecTools."""
-    seconds: float = 100.0
-    """CPU seconds that RecTools trains for, at least an epoch."""
+    seconds: float = 233.0
+    """CPU seconds that SASRec of RecTools trains for."""
 
 
 def main(options: Options) -> None:
@@ -81,7 +82,10 @@ def main(options: Options) -> None:
             score, fit, all_users = make(history)
             add(f"implicit {name}, {what}", rank(score), fit, all_users)
         if options.rectools:
-            add(f"RecTools SASRec, {what}", *_rectools(options, history, users, evaluation.exclude_history))
+            peer = partial(_rectools, options, history, users, evaluation.exclude_history)
+            add(f"RecTools EASE, {what}", *peer("--kind", "ease"))
+            for loss in () if purchases else ("sampled_softmax", "gBCE"):
+                add(f"RecTools SASRec, {loss}", *peer("--kind", "sasrec", "--loss", loss))
     about = {"users": len(users), "of new items": int(is_new.sum()), "machine": machine()}
     table = Table(*rows[0], title=", ".join(f"{name}: {value}" for name, value in about.items()))
     for row in rows:
@@ -118,6 +122,11 @@ class Histories:
             place_A, user_A = place_A[kept], user_A[kept]
         return np.stack([user_A, self.dataset.items_flat[place_A], place_A])
 
+    def weights(self, actions_3A: np.ndarray) -> np.ndarray:
+        """1 for actions that may be targets, 0 for others."""
+        places = self.held_out.places
+        return np.ones(actions_3A.shape[1]) if places is None else np.isin(actions_3A[2], places).astype(float)
+
     def _matrix(self, first_U: np.ndarray, length_U: np.ndarray) -> csr_matrix:
         user_A, item_A, _ = self.actions(first_U, length_U)
         shape = (len(first_U), self.dataset.num_items)
@@ -152,16 +161,21 @@ def _fitted(model: Any, history: Histories) -> tuple[float, float]:
 
 
 def _rectools(
-    options: Options, history: Histories, users: RankingUsers, exclude: bool
+    options: Options, history: Histories, users: RankingUsers, exclude: bool, *words: str
 ) -> tuple[np.ndarray, float, float]:
     with TemporaryDirectory() as folder:
         file, script = Path(folder) / "shop.npz", Path(__file__).with_name("rectools_peer.py")
-        before = history.actions(users.first, users.seen_lengths)
-        training = history.actions(*history.trained)
-        np.savez(file, training=training, before=before, target=users.target, most=max(CUTOFFS), exclude=exclude)
-        words = (str(file), "--kind", "sasrec", "--max-length", "100", "--seconds", str(options.seconds))
+        given = {"before": history.actions(users.first, users.seen_lengths)}
+        given["training"] = history.actions(*history.trained)
+        weights = {f"{name}_weight": history.weights(of) for name, of in given.items()}
+        if "ease" in words:
+            weights = {name: np.ones_like(of) for name, of in weights.items()}
+        np.savez(file, target=users.target, most=max(CUTOFFS), exclude=exclude, **given, **weights)
+        # One customer in a hundred has more than 48 actions.
+        words = (str(file), *words, "--max-length", "50", "--seconds", str(options.seconds))
         subprocess.run([options.rectools, "-P", str(script), *words], check=True, stdout=subprocess.DEVNULL)
         found = np.load(file)
+        print(f"RecTools {' '.join(words[1:])}: {found['epochs']:.1f} epochs")
         return found["rank"], float(found["fit"]), float(found["all_users"])
 
 
