@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -128,13 +129,24 @@ def updated(
     found = {}
     for name, column in columns.items():
         values = []
-        for raw_id, given in zip(ids, table[name].cast(pa.string()).to_pylist() if name in table else (), strict=False):
+        for raw_id, given in zip(ids, _given(column, table[name]) if name in table else (), strict=False):
             try:
                 values.append(column.value(given))
             except ValueError as error:
                 raise ValueError(f"{name} of item {raw_id!r} {error}") from None
         found[name] = column.taken(before_X).changed(at[: len(values)].tolist(), values)
     return found
+
+
+def _given(column: Column, values: pa.Array) -> list[Any]:
+    """Values as Column.value takes them: texts, but numbers where people write them as such, 4,50 too."""
+    texts = values.cast(pa.string())
+    if column.kind != "number":
+        return texts.to_pylist()
+    distinct = texts.drop_null().unique()
+    numbers = zip(distinct.to_pylist(), read_numbers(distinct, pa.float64()).values.to_pylist(), strict=True)
+    number_of = {text: number for text, number in numbers if number is not None}
+    return [number_of.get(text, text) for text in texts.to_pylist()]
 
 
 def column_of(name: str, values: pa.Array) -> Column:

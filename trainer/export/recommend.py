@@ -220,9 +220,10 @@ def _chosen(file: str, dataset: Dataset, tell: Callable[[str], None]) -> Ints:
     place_of = {raw_id: place for place, raw_id in enumerate(dataset.raw_user_id_column().to_pylist())}
     found = [place_of[raw_id] for raw_id in ids if raw_id in place_of]
     unknown = [raw_id for raw_id in ids if raw_id not in place_of]
+    if not ids:
+        raise ValueError(f"{file} names no user; --users needs the id of one in each line")
     if not found:
-        such = f", such as {ids[0]!r}" if ids else ""
-        raise ValueError(f"none of the {len(ids):,} users in {file} is in {dataset.path}{such}")
+        raise ValueError(f"none of the {len(ids):,} users in {file} is in {dataset.path}, such as {ids[0]!r}")
     if unknown:
         tell(f"{len(unknown):,} of {len(ids):,} users in {file} are not in {dataset.path}, such as {unknown[0]!r}")
     if len(ids) < len(given):

@@ -523,7 +523,7 @@ def parquet_tables() -> Iterator[Case]:
     yield case("two unnamed columns", unnamed, actions=1)
     yield case("two unnamed columns of users", unnamed, said="two columns named '__i'", user_column="__i")
     yield case("no rows", parquet(**{name: pa.array([], pa.int64()) for name in good}), said="holds no actions")
-    yield case("no columns", parquet(), said="no column 'user'")
+    yield case("no columns", parquet(), said="has no columns; give a table of actions with --source")
     yield case("no item column", parquet(user=[1], timestamp=[1]), said="no column 'item'; there are: user, timestamp")
     for name, values in (
         ("numbers", bad(1.0, 2.0, 3.0)),

@@ -677,7 +677,7 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     said = capsys.readouterr().err
     assert f"1 of {ITEMS} items of {dataset.path} are not in {stock}, such as 'item-0'" in said
     assert "items: 1 added, 0 changed" in said
-    (tmp_path / "new.csv").write_text("item,left\nnew,7\nanother,\nitem-5,9\nitem-7,1\n")
+    (tmp_path / "new.csv").write_text('item,left\nnew,7\nanother,\nitem-5,"9,00 €"\nitem-7,1\n')
     (tmp_path / "gone").write_text("item-0\nitem-8\n")
     counts = update_items(out, Catalog(str(tmp_path / "new.csv"), remove=str(tmp_path / "gone")))
     assert (counts["changed"], counts["unchanged"]) == (1, 1)
@@ -741,10 +741,12 @@ def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_recommend_refuses_what_it_cannot_do(run: Path, exported: Path, tmp_path: Path) -> None:
     (tmp_path / "users.txt").write_text("nobody\n")
+    (tmp_path / "none.txt").write_text("\n")
     for said, given in (
         ("it must be a local file whose name ends with .parquet or .csv", {"out": tmp_path / "x.json"}),
         ("give the dataset with the users' histories: --data.path DIR", {"data": ""}),
         ("none of the 1 users in .* is in .*, such as 'nobody'", {"users": tmp_path / "users.txt"}),
+        ("none.txt names no user; --users needs the id of one in each line", {"users": tmp_path / "none.txt"}),
         ("no file at missing; --users must name one", {"users": "missing"}),
         ("--users has no place beside --similar-items", {"users": "x", "similar_items": True}),
         ("--where is on the columns of a table or a dat", {"where": "a = 1", "similar_items": True, "data": ""}),

@@ -57,6 +57,8 @@ class ColumnNames:
 
     def keys(self, label: str, header: list[str]) -> list[str]:
         """The named columns. ValueError if the file lacks one."""
+        if not header:
+            raise ValueError(f"{label}: has no columns; give a table of actions with --source")
         columns = {"--user-column": self.user, "--item-column": self.item, "--timestamp-column": self.timestamp}
         for flag, name in columns.items():
             if name and _found(name, header) is None:
