@@ -33,9 +33,10 @@ from logitmix.serving.model import STORED, Precision
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data.batches import RankingUsers, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.limited import held_out
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
+from logitmix.trainer.evaluation.evaluate import excludes_history
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved

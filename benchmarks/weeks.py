@@ -6,9 +6,11 @@ and the first one as it is.
     python -m benchmarks.weeks --reports months.json weeks.json --plot docs/weeks.svg
 
 `--source` has MovieLens's lines `user::item::rating::time`, plain or .gz; without it, the actions are those of the
-synthetic dataset `demo`. The first dataset has all actions before `--first`. Then one period comes after the other.
-Before it is trained on, it is the test part of a run that has seen all before it: a user's first action of the period
-is ranked among all items, given the user's earlier ones. Three runs are compared, by a user's commands:
+synthetic dataset `demo`, or with `--passing` of items that come and go: 60 a week, each of a kind that users like more
+or less, and taken a third as often each week. The first dataset has all actions before `--first`. Then one period comes
+after the other. Before it is trained on, it is the test part of a run that has seen all before it: a user's first
+action of the period is ranked among all items, given the user's earlier ones. Three runs are compared, by a user's
+commands:
 
 - anew: `prepare` of all actions so far, `train` from random weights for `--epochs`;
 - continued: `prepare --append` of the period, `train --continue` of the run before for `--more` epochs, which begin
@@ -48,6 +50,7 @@ class Options:
     """The day on which the first period begins."""
     recipe: str = "ml-1m-dot"
     source: str = ""
+    passing: bool = False
     period: Literal["weeks", "months"] = "months"
     every: int = 1
     """Weeks or months of a period."""
@@ -77,7 +80,7 @@ def main(options: Options) -> None:
 
 def measured(options: Options, source: Path | None) -> dict[str, Any]:
     """Writes into the current folder."""
-    actions = _movielens(source) if source else _demo()
+    actions = _movielens(source) if source else _passing() if options.passing else _demo()
     bounds = _bounds(options)
     periods = [
         [action for action in actions if start <= action[0] < end]
@@ -160,6 +163,25 @@ def _demo() -> Actions:
     return sorted((time, f"u{user}", f"i{item}") for time, user, item in found)
 
 
+def _passing() -> Actions:
+    """Of 24 weeks until 2021-03-15 and 7 after it."""
+    chance, found = np.random.default_rng(0), []
+    begin, week, kinds = int(datetime(2021, 3, 15, tzinfo=UTC).timestamp()), 7 * 86_400, 12
+    kind_X = chance.integers(0, kinds, 60 * 32)
+    liked_UK = np.exp(2 * chance.standard_normal((800, kinds)))
+    appeal_X = chance.exponential(size=len(kind_X))
+    for number in range(1, 32):
+        # The items of this week and of those before it.
+        item_N = np.arange(max(0, number - 6) * 60, number * 60)
+        weight_N = appeal_X[item_N] * 3.0 ** (item_N // 60 - number)
+        for user in range(len(liked_UK)):
+            chance_N = weight_N * liked_UK[user, kind_X[item_N]]
+            items = chance.choice(item_N, 5, False, chance_N / chance_N.sum())
+            times = begin + week * (number - 25) + np.sort(chance.integers(0, week, 5))
+            found += [(int(time), f"u{user}", f"i{item}") for time, item in zip(times, items, strict=True)]
+    return sorted(found)
+
+
 def _bounds(options: Options) -> list[int]:
     """Where the periods begin, and where the last one ends."""
     first = datetime.fromisoformat(options.first).replace(tzinfo=UTC)
@@ -196,7 +218,7 @@ def plot(path: Path, reports: list[dict[str, Any]]) -> None:
             if name != "first":
                 right.plot(at, [each["prepare"] + each["train"] for each in of], style, label=name, markersize=4)
         of_period = f"{given['every']} {given['period']}" if given["every"] > 1 else given["period"].rstrip("s")
-        of_data = "MovieLens-1M" if given["source"] else "demo"
+        of_data = "MovieLens-1M" if given["source"] else "passing items" if given.get("passing") else "demo"
         left.set(xlabel=f"period ({of_period})", title=f"{of_data}: HR@10 on the period")
         right.set(xlabel=f"period ({of_period})", title="CPU seconds of prepare and train")
         for panel, bottom in ((left, None), (right, 0)):

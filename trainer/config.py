@@ -51,12 +51,16 @@ class DataConfig:
     weight: str = ""
     """A feature of the actions, numbers of 0 or more such as dwell times or prices, that multiplies the loss of a
     target. The loss is the mean by these weights, so their unit does not matter. Without it, all count alike."""
+    items: int = 0
+    """Most items of the run: those with the latest training actions have rows, are ranked and exported. Others are left
+    out of histories and targets, and held out they count as misses. 0: all items."""
     validation: bool = True
     """Hold out actions for validation, too. Otherwise a run trains on them, and its last checkpoint counts as the
     best."""
 
     def __post_init__(self) -> None:
         require_no_secrets("data.path", self.path)
+        require_from(0, 2**62, "data.items", self.items)
         require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
         if self.held_out != DataConfig.held_out and self.split != "time":
             raise ValueError(
@@ -511,7 +515,8 @@ def with_tables_by_name(config: Config, by_name: Mapping[str, dict[str, Any]]) -
 
 
 def model_schema(schema: Schema, config: Config) -> Schema:
-    """The part of a dataset's schema that the model uses, with the configured widths and capacities of tables.
+    """The part of a dataset's schema that the model uses, with the configured widths and capacities of tables, and no
+    more items than data.items.
 
     Raises ValueError for an unknown feature or table, a capacity of the items' table, and settings of rows that pass
     from value to value where there are none.
@@ -537,9 +542,11 @@ def _configured(table: Table, config: Config) -> Table:
     table = replace(table, dim=settings.dim or config.model.dim)
     if settings.capacity and table.name == ITEM:
         raise ValueError(
-            f"the capacity of table {ITEM} is {settings.capacity}, but all items are ranked, and each needs its own "
-            "row; set it for the tables of features alone: --tables.NAME.capacity"
+            f"the capacity of table {ITEM} is {settings.capacity}, but all its items are ranked, and each needs its "
+            "own row: limit them by --data.items, and set --tables.NAME.capacity for tables of features alone"
         )
+    if config.data.items and table.name == ITEM:
+        return replace(table, rows=1 + min(config.data.items, table.rows - 1))
     if not settings.capacity or table.rows == 1:
         return table
     return replace(table, rows=1 + min(settings.capacity, table.rows - 1), values=table.rows)

@@ -18,9 +18,10 @@ from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.limited import held_out, limited, said_of_limit
 from logitmix.trainer.data.negatives import ExplicitNegatives
 from logitmix.trainer.data.targets import target_weights
-from logitmix.trainer.evaluation.evaluate import Evaluation, held_out
+from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.logs.loggers import Loggers
@@ -111,18 +112,20 @@ def _refit(run: Path, job: Job) -> dict[str, float]:
 def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
     """Trains or resumes a run, without its refit, after the run that it starts from; returns the test metrics of its
     best checkpoint. Collective; raises Stopped as `train` does."""
-    dataset, ranks = job.dataset, job.ranks
+    ranks = job.ranks
     with run_lock(run, ranks):
         begun = on_first_rank(lambda: bool(checkpoint_paths(run)), ranks)
         if (first := config.first) and not begun:
             _train_first(first, config, run, job)
-        seen = _seen(run, config, dataset, ranks)
+        dataset = limited(config, job.dataset)
+        seen = _seen(run, config, job.dataset, ranks)
         batches = training_batches(config, dataset, ranks, seen)
         of_negatives = on_first_rank_at_length(batches.said_of_explicit, ranks)
         config, why = choose_precision(config, run, batches, ranks)
         start_run(run, config, dataset, ranks)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
-        said = start_block(dataset, model, why, batches.left_out, batches.places, of_negatives)
+        of_items = said_of_limit(config, dataset) if ranks.rank == 0 else ""
+        said = start_block(dataset, model, why, batches.left_out, batches.places, of_negatives, of_items)
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)
@@ -132,7 +135,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if done.step == 0 and (source := source_of(run, config)):
             if seen:
-                job.say(on_first_rank_at_length(partial(_said_of_seen, seen, batches), ranks))
+                job.say(on_first_rank_at_length(partial(_said_of_seen, seen, config, batches), ranks))
             job.say(
                 warm_start(source, dataset, model, optimizer, seen.earlier)
                 if seen
@@ -173,9 +176,9 @@ def _seen(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> Seen | N
     return found[0]
 
 
-def _said_of_seen(seen: Seen, batches: TrainingBatches) -> str:
+def _said_of_seen(seen: Seen, config: Config, batches: TrainingBatches) -> str:
     """ValueError if the earlier run was trained on what is held out now."""
-    unseen = seen.require_unseen(batches.held_out)
+    unseen = seen.require_unseen(held_out(config, seen.dataset))
     epochs = batches.steps_of_first / batches.steps_per_epoch
     return (
         f"{seen.said}; {unseen}\nthe first {batches.steps_of_first:,} of an epoch's {batches.steps_per_epoch:,} steps "
@@ -329,7 +332,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen 
         held_out=held,
         explicit=ExplicitNegatives(dataset, names, held.places) if (names := config.data.negatives) else None,
         weights=target_weights(dataset, config.data.weight, held.places),
-        first_U=seen.users_with_new(held) if seen else None,
+        first_U=seen.users_with_new(held_out(config, seen.dataset)) if seen else None,
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         user_id_dropout=config.model.user_id_dropout,

@@ -39,6 +39,7 @@ from logitmix.trainer.commands.sizing import AUTO, load_sized
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.limited import limited
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.evaluation.baselines import (
     EASE,
@@ -48,7 +49,6 @@ from logitmix.trainer.evaluation.baselines import (
     ItemKNN,
     Score,
     popularity,
-    rank_targets,
     target_counts,
     users_of_both,
 )
@@ -158,9 +158,9 @@ def compare(
     dataset.schema.only(config.model.features)
     facts = facts_of("compare", config, dataset, methods=methods, seeds=seeds)
     with process_group("auto", config.comm.timeout_seconds, facts, end_lost) as ranks:
-        evaluation = Evaluation(config, dataset, ranks)
+        evaluation = Evaluation(config, limited(config, dataset), ranks)
         # Before anything is fitted.
-        require_trained(dataset, evaluation.held_out)
+        require_trained(evaluation.dataset, evaluation.held_out)
         to_train = on_first_rank(lambda: [run for run in runs if not _is_done(run, configured, dataset)], ranks)
         left = len(to_train)
         if ranks.rank == 0 and left:
@@ -356,7 +356,7 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
 
 
 def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
-    return rank_targets(score, evaluation.users(split), evaluation.dataset.num_items, evaluation.exclude_history)
+    return evaluation.ranks_by(score, evaluation.users(split), split)
 
 
 def _finish(

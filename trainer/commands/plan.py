@@ -245,6 +245,7 @@ def plan_job(
     from logitmix.trainer.commands.miniature import bytes_of, imagined_batch, work_of
     from logitmix.trainer.commands.step_time import GPUS, Load, step_time
     from logitmix.trainer.data.dataset import load_dataset
+    from logitmix.trainer.data.limited import limited
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
     from logitmix.trainer.parallel.parallelize import unsharded
     from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
@@ -265,7 +266,7 @@ def plan_job(
         ids: list[Mapping[str, Tensor | Bags]] = [expected] * devices.world_size
         batch = imagined_batch(used, config, sequences, length, _lookups(expected))
     else:
-        dataset = load_dataset(config.data.path)
+        dataset = limited(config, load_dataset(config.data.path))
         schema, name, users = dataset.schema, dataset.name, dataset.num_users
         used = model_schema(schema, config)
         parts = first_batches(config, dataset, devices.world_size)
@@ -301,7 +302,7 @@ def plan_job(
     return JobPlan(
         dataset=name,
         users=users,
-        items=schema.num_items,
+        items=used.num_items,
         devices=devices,
         group_size=size,
         tables=plan,

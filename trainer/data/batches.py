@@ -56,13 +56,16 @@ class HeldOut:
         """Which users training sees: those with a target that is not held out, and an action before it."""
         return self.sequence_end - dataset.offsets[:-1] >= 2
 
+    def training_places(self, dataset: Dataset) -> Iterator[Ints]:
+        """The actions that may be trained on, those of some users at a time."""
+        for users, bounds in user_blocks(dataset.offsets):
+            yield ranges(bounds[:-1], np.maximum(self.train_end[users] - bounds[:-1], 0))
+
     def training_counts(self, dataset: Dataset) -> Ints:
         """How many actions each item has that may be trained on [X]."""
         count_X = np.zeros(dataset.num_items, np.int64)
-        for users, bounds in user_blocks(dataset.offsets):
-            lengths = np.maximum(self.train_end[users] - bounds[:-1], 0)
-            items = dataset.items_flat[ranges(bounds[:-1], lengths)]
-            count_X += np.bincount(items, minlength=dataset.num_items)
+        for places in self.training_places(dataset):
+            count_X += np.bincount(dataset.items_flat[places], minlength=dataset.num_items)
         return count_X
 
 
@@ -74,7 +77,7 @@ def require_trained(dataset: Dataset, held_out: HeldOut) -> NDArray[np.bool_]:
             f"{dataset.path}: no user has 2 actions, which one training position takes, beside those held out for "
             "validation and test"
             + (", the second of them a target" if held_out.places is not None else "")
-            + "; prepare it again from more data"
+            + (f"; raise data.items ({dataset.num_items})" if dataset.whole else "; prepare it again from more data")
         )
     return trained_U
 

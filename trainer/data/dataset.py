@@ -167,6 +167,15 @@ class Dataset:
     user_features: Mapping[str, Column] = field(default_factory=dict)
     event_features: Mapping[str, Column] = field(default_factory=dict)
     """Parallel to items_flat: one row per action."""
+    whole: "Dataset | None" = None
+    """Of a limited dataset (limited.py): the one on disk, whose items are more."""
+    kept: np.ndarray | None = None
+    """Of a limited one, int64 [num_items]: which items of the whole these are, in order."""
+
+    def is_kept(self) -> np.ndarray:
+        """Of a limited one: which items of the whole it has, bool."""
+        assert self.whole is not None and self.kept is not None
+        return np.isin(np.arange(self.whole.num_items), self.kept)
 
     def description(self) -> str:
         """The text of dataset.json, which identifies this dataset: counts, schema, digests of the source."""
@@ -206,9 +215,12 @@ class Dataset:
                     raise ValueError("empty values in column raw_id")
                 found += texts("raw_id", table["raw_id"]).chunks
                 first += len(table)
-        if first != self.num_items:
+        if first != (self.whole or self).num_items:
             broken(self.path, f"{first} items, but dataset.json says {self.num_items}")
-        return pa.chunked_array(found, pa.large_string())
+        return self._of_kept(pa.chunked_array(found, pa.large_string()))
+
+    def _of_kept(self, of_X: pa.ChunkedArray) -> pa.ChunkedArray:
+        return of_X if self.kept is None else of_X.take(pa.array(self.kept))
 
     def raw_user_ids(self, user_U: np.ndarray) -> list[str]:
         """The source's ids of users by index, read at each call; the index where the dataset has none."""
@@ -228,12 +240,14 @@ class Dataset:
                     found += texts("title", pq.read_table(file, columns=["title"])["title"]).chunks
                 else:
                     found.append(pa.nulls(pq.read_metadata(file).num_rows, pa.large_string()))
-        return pa.chunked_array(found, pa.large_string()) if titles else None
+        return self._of_kept(pa.chunked_array(found, pa.large_string())) if titles else None
 
     @cached_property
     def recency(self) -> Column:
-        """For every action, int8: the row of table recency, from its time and that of the user's previous action.
-        Computed at first use."""
+        """For every action, int8: the row of table recency, from its time and that of the user's previous action, in
+        the whole dataset. Computed at first use."""
+        if self.whole is not None:
+            return self.whole.recency.take(self.is_kept()[self.whole.items_flat])
         # `prepare` needs no torch.
         import torch
 
@@ -255,7 +269,7 @@ class Dataset:
 
     def vocabulary_column(self, table: str) -> pa.ChunkedArray:
         """The values of a table of features by row as an Arrow column, null for unknown. Read at each call."""
-        values = pa.chunked_array(stored_values(self.path, self.schema, table), pa.large_string())
+        values = pa.chunked_array(stored_values(self.path, self.schema, table, self.kept), pa.large_string())
         return pc.if_else(pc.equal(values, ""), None, values)
 
     def single_values(self, feature: Feature) -> pa.Array:
@@ -278,9 +292,9 @@ def of_next(column: Column, offsets: np.ndarray) -> Column:
     return Column(rows)
 
 
-def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
-    """What each row of a table stands for in the dataset at `path`: raw ids of items, values of features, "" for
-    unknown. Arrow's large_string, VALUES_AT_ONCE at a time."""
+def stored_values(path: Path, schema: Schema, table: str, kept: np.ndarray | None = None) -> Iterator[pa.Array]:
+    """What each row of a table stands for in the dataset at `path`: raw ids of items, or of those that are `kept`,
+    values of features, "" for unknown. Arrow's large_string, VALUES_AT_ONCE at a time."""
     if table == RECENCY and table not in [of.name for of in schema.tables]:
         yield pa.array(RECENCY_VALUES, pa.large_string())
         return
@@ -293,10 +307,15 @@ def stored_values(path: Path, schema: Schema, table: str) -> Iterator[pa.Array]:
         source = next(of for of in schema.of("event") if of.name == table.removeprefix(WANTED))
         table = source.table
     name, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
+    first = 0
     for file in files_of(path, name):
         with reading(path, name_of(path, file)):
             for batch in batches(file, [column], VALUES_AT_ONCE):
-                yield texts(column, batch.column(column)).fill_null("")
+                values = texts(column, batch.column(column)).fill_null("")
+                if table == ITEM and kept is not None:
+                    within = slice(*np.searchsorted(kept, [first, first + batch.num_rows]))
+                    values, first = values.take(pa.array(kept[within] - first)), first + batch.num_rows
+                yield values
     if table == ITEM:
         yield pa.array([""], pa.large_string())
 

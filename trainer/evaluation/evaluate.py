@@ -22,12 +22,12 @@ from logitmix.modules.config import sees_times
 from logitmix.modules.schema import WANTED, Owner, Schema, require_kind
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, HistoryRule
-from logitmix.trainer.data.batches import HeldOut, RankingUsers, Split, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.lookups import columns_of
+from logitmix.trainer.data.limited import held_out, limited, said_of_limit
+from logitmix.trainer.data.lookups import Ints, columns_of
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
-from logitmix.trainer.data.targets import target_places
 from logitmix.trainer.evaluation.baselines import (
     MOST_ITEMS,
     MOST_SCORES,
@@ -87,26 +87,21 @@ def evaluate_run(
     config = replace(config, evaluate=options)
     facts = facts_of("evaluate", config, dataset, split=split)
     with process_group(device, config.comm.timeout_seconds, facts, end_lost) as ranks:
-        evaluation = Evaluation(config, dataset, ranks)
+        evaluation = Evaluation(config, limited(config, dataset), ranks)
+        if line := said_of_limit(config, evaluation.dataset):
+            tell(evaluation.said, f"items: {line}")
         model = load_saved(run, ranks=ranks)
         metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
         metrics |= evaluation.baselines(split)
     return metrics | {"step": model.step}
 
 
-def held_out(config: Config, dataset: Dataset) -> HeldOut:
-    """The held-out actions of the run's split; ValueError as of `target_places`, or if a split by time leaves nobody to
-    rank."""
-    places = target_places(dataset, config.data.targets, config.data.negatives)
-    if config.data.split == "time":
-        return split_by_time(dataset, config.data.held_out, config.data.validation, places)
-    return leave_one_out(dataset, config.data.validation, places)
-
-
 def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
     """Whether a user's history is left out of that user's ranking, in evaluation and in serving."""
     if (rule := config.evaluate.exclude_history) == "no":
         return False
+    # As without a limit.
+    dataset = dataset.whole or dataset
     shares = dataset.repeated_targets
     if config.data.split == "time" or config.data.targets or config.data.negatives:
         # A refit must come to the decision of its run, which has a validation part.
@@ -125,7 +120,9 @@ def excludes_history(config: Config, dataset: Dataset, said: Console | None = No
 
 
 class Evaluation:
-    """Ranks the corpus for the users of a dataset, as a run is configured."""
+    """Ranks the corpus for the users of a dataset, as a run is configured. Of a limited dataset, the items of that are
+    ranked, for the users of the whole one: those whose target has no place there are missed. Counts and shares are
+    those of the whole."""
 
     def __init__(
         self, config: Config, dataset: Dataset, ranks: Ranks, check: Callable[[], None] = lambda: None
@@ -133,10 +130,12 @@ class Evaluation:
         """`check` is called by all ranks together, often; what it raises ends the ranking. ValueError for groups that
         cannot be formed."""
         self.config, self.dataset, self.ranks, self.check = config, dataset, ranks, check
+        self.whole = dataset.whole or dataset
         self.groups = features_of(config.evaluate.groups, dataset)
         self._wanted = _wanted_row(config, dataset) if config.evaluate.want else None
         self.said = Console(stderr=True) if ranks.rank == 0 else None
         self.held_out = held_out(config, dataset)
+        self._of_whole = held_out(config, dataset.whole) if dataset.whole else self.held_out
         self.exclude_history = excludes_history(config, dataset, self.said)
 
     def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
@@ -150,7 +149,8 @@ class Evaluation:
         test part also the share of targets without a training action, how popular the best 10 are and, as
         at_last_action/hr@10, what a model that sees times has if the query is asked at the time of the last action, not
         of the target. Beside them the rank of each user's target [U]. Collective, and equal on all ranks."""
-        users, num_items = self.users(split), self.dataset.num_items
+        everyone, num_items = self.users(split), self.dataset.num_items
+        at_N, users = self._ranked(everyone, split)
         again = split == "test" and sees_times(tower.config.encoder, tower.schema)
         with counting(split, len(users) * (1 + again), self.ranks.rank == 0) as count:
 
@@ -162,23 +162,43 @@ class Evaluation:
             batch_size, best = self.config.evaluate.batch_size, self._best(split)
             embedder = Embedder(tower, tables, columns)
             rank = partial(rank_corpus, embedder, num_items)
-            rankings = rank(users, batch_size, self.exclude_history, advance, best)
+            rankings = rank(users, batch_size, self.exclude_history, advance, best).among(at_N, len(everyone))
             earlier = None
             if again:
-                earlier = rank(replace(users, at_last_action=True), batch_size, self.exclude_history, advance)
+                found = rank(replace(users, at_last_action=True), batch_size, self.exclude_history, advance)
+                earlier = found.among(at_N, len(everyone))
         metrics = metrics_of(rankings, num_items)
-        metrics |= {"users": len(users), "corpus": num_items, "repeated_targets": float(users.repeats().mean())}
+        metrics |= {"users": len(everyone), "corpus": num_items, "repeated_targets": float(everyone.repeats().mean())}
+        if self.dataset.whole:
+            metrics["targets/left_out"] = 1 - len(at_N) / len(everyone)
         if rankings.best_UK is not None:
-            metrics["targets/cold"] = _cold(users, self.training_counts)
+            metrics["targets/cold"] = _cold(everyone, self.training_counts)
             best_UK = rankings.best_UK.numpy()
-            metrics |= how_popular(best_UK[:, :RECOMMENDED], users.target, self.training_counts)
+            if self.dataset.kept is not None:
+                best_UK = np.where(best_UK >= 0, self.dataset.kept[best_UK], best_UK)
+            metrics |= how_popular(best_UK[:, :RECOMMENDED], everyone.target, self.training_counts)
             if self.config.data.split == "time":
-                metrics |= self._of_period(best_UK, users)
+                metrics |= self._of_period(best_UK, everyone)
         if earlier is not None:
-            found = means(earlier.similarity_U.numpy())
-            metrics |= {f"at_last_action/{name}": mean for name, mean in found.items()}
+            of_earlier = means(earlier.similarity_U.numpy())
+            metrics |= {f"at_last_action/{name}": mean for name, mean in of_earlier.items()}
         rank_U = rankings.similarity_U.numpy()
-        return metrics | self._by_group(rank_U, users), rank_U
+        return metrics | self._by_group(rank_U, everyone), rank_U
+
+    def _ranked(self, everyone: RankingUsers, split: Split) -> tuple[Ints, RankingUsers]:
+        """Those whose target has a place in the dataset: where they are among these, and they in the dataset."""
+        place_U, dataset = self.held_out.targets[split][everyone.user], self.dataset
+        at_N = np.flatnonzero(place_U >= 0)
+        user_N = everyone.user[at_N]
+        of_dataset = replace(everyone, items=dataset.items_flat, timestamps=dataset.timestamps_flat)
+        return at_N, replace(of_dataset, user=user_N, first=dataset.offsets[user_N], place=place_U[at_N])
+
+    def ranks_by(self, score: Score, everyone: RankingUsers, split: Split) -> Ints:
+        """The ranks of the targets of some of the `users` of a split by another method's scores."""
+        at_N, users = self._ranked(everyone, split)
+        rank_U = np.full(len(everyone), NOT_SERVED)
+        rank_U[at_N] = rank_targets(score, users, self.dataset.num_items, self.exclude_history)
+        return rank_U
 
     def _columns(self, schema: Schema, users: RankingUsers) -> dict[Owner, Mapping[str, Column]]:
         """What the queries see; where evaluate.want names a kind of action, each asks for it."""
@@ -199,12 +219,12 @@ class Evaluation:
     def _of_period(self, best_UK: np.ndarray, users: RankingUsers) -> dict[str, float]:
         """As period/recall@10, the metrics of all different targets of each user in the test part, given what came
         before the first of them; as period/targets their mean number."""
-        end_U, X = self.dataset.offsets[users.user + 1], self.dataset.num_items
+        end_U, X = self.whole.offsets[users.user + 1], self.whole.num_items
         place_T, row_T = ranges(users.place, end_U - users.place), np.repeat(np.arange(len(users)), end_U - users.place)
-        if self.held_out.places is not None:
-            may_T = np.isin(place_T, self.held_out.places)
+        if self._of_whole.places is not None:
+            may_T = np.isin(place_T, self._of_whole.places)
             place_T, row_T = place_T[may_T], row_T[may_T]
-        pair_P = np.unique(row_T * X + self.dataset.items_flat[place_T])
+        pair_P = np.unique(row_T * X + self.whole.items_flat[place_T])
         count_U = np.bincount(pair_P // X, minlength=len(users))
         hit_UK = (best_UK >= 0) & np.isin(np.arange(len(users))[:, None] * X + best_UK, pair_P)
         found = means_of_sets(hit_UK, count_U) | {"targets": float(count_U.mean())}
@@ -213,12 +233,12 @@ class Evaluation:
     def _by_group(self, rank_U: np.ndarray, users: RankingUsers) -> dict[str, float]:
         if not self.groups:
             return {}
-        return means_by_group(self.groups, rank_U, users, self.dataset, self.held_out, self.training_counts)
+        return means_by_group(self.groups, rank_U, users, self.whole, self._of_whole, self.training_counts)
 
     @cached_property
     def training_counts(self) -> np.ndarray:
         """How many training actions each item has [X]."""
-        return self.held_out.training_counts(self.dataset)
+        return self._of_whole.training_counts(self.whole)
 
     def baselines(self, split: Split) -> dict[str, float]:
         """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
@@ -240,7 +260,7 @@ class Evaluation:
             if item_knn.users < item_knn.of_users:
                 tell(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
             scores["item_knn"] = item_knn
-        found = {name: rank_targets(score, users, num_items, self.exclude_history) for name, score in scores.items()}
+        found = {name: self.ranks_by(score, users, split) for name, score in scores.items()}
         return {
             f"{name}/{of}": mean
             for name, rank_U in found.items()
@@ -258,7 +278,7 @@ class Evaluation:
     def users(self, split: Split) -> RankingUsers:
         """Who is ranked."""
         options, L = self.config.evaluate, self.config.model.encoder.max_length
-        return ranking_users(self.dataset, split, L, self.held_out).sample(options.users, SAMPLE)
+        return ranking_users(self.whole, split, L, self._of_whole).sample(options.users, SAMPLE)
 
 
 def _wanted_row(config: Config, dataset: Dataset) -> int:

@@ -25,6 +25,7 @@ from logitmix.modules.features import Embedded
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.data.batches import RankingUsers
+from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.sharded_rows import own_range
@@ -55,6 +56,18 @@ class Rankings:
     best_UK: Tensor | None = None
     """The similarity's best K items, if requested (int64); -1 if there are fewer."""
 
+    def among(self, at_N: Ints, users: int) -> "Rankings":
+        """With others, who are missed: so many users in all, these at the places `at_N`."""
+
+        def among(of: Tensor | None, missed: int) -> Tensor | None:
+            return None if of is None else of.new_full((users, *of.shape[1:]), missed).index_copy_(0, at, of)
+
+        at = torch.from_numpy(at_N)
+        ranks = (among(of, NOT_SERVED) for of in (self.similarity_U, self.hindexer_U, self.stage1_UK))
+        similarity_U, hindexer_U, stage1_UK = ranks
+        assert similarity_U is not None
+        return Rankings(similarity_U, hindexer_U, stage1_UK, among(self.best_UK, -1))
+
 
 @torch.no_grad()
 def rank_corpus(
@@ -71,6 +84,8 @@ def rank_corpus(
     Ties count against the model, and so does NaN: whatever is not below the target counts as above it. Excluded items
     are below everything.
     """
+    if not len(users):
+        return Rankings(torch.empty(0, dtype=torch.int64))
     ranking = _Ranking(embedder, num_items, batch_size, exclude_history, best)
     rounds = [ranking.round(part, advance) for part in users.batches(max(1, ROUND // batch_size) * batch_size)]
     similarity, hindexer, stage1, best_items = zip(*rounds, strict=True)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from logitmix.trainer.data.batches import HeldOut, RankingUsers, ranking_users
 from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.limited import held_out
 from logitmix.trainer.data.lookups import Ints
-from logitmix.trainer.evaluation.evaluate import held_out
 from logitmix.trainer.run.folder import read_config
 
 _USERS_AT_ONCE = 2**14

@@ -37,8 +37,9 @@ from logitmix.serving.items import ItemInputs, items_of
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, encoders_of, load_dataset
+from logitmix.trainer.data.limited import held_out, limited, said_of_limit
 from logitmix.trainer.data.lookups import values_of
-from logitmix.trainer.evaluation.evaluate import excludes_history, held_out
+from logitmix.trainer.evaluation.evaluate import excludes_history
 from logitmix.trainer.export.card import Facts, read_facts, write_card
 from logitmix.trainer.export.catalog import Catalog, in_order, in_words, planned, texts_of, write_planned
 from logitmix.trainer.export.columns import dataset_columns, filter_columns
@@ -138,6 +139,9 @@ def export(
     )
     with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
         model = load_saved(final, which, ranks)
+        dataset = limited(config, dataset)
+        if ranks.rank == 0 and (line := said_of_limit(config, dataset)):
+            say(f"items: {line}")
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
         schema = served_schema(model.tower.schema)

@@ -245,10 +245,12 @@ def start_block(
     left_out: tuple[int, int] = (0, 0),
     places: Ints | None = None,
     said_of_negatives: str = "",
+    said_of_limit: str = "",
 ) -> str:
     """What will be trained, and where: lines of text, one for each table among them. `why_precision`: the reason for
     the precision, if it was chosen automatically. `left_out`: users with actions before their sequence, and these
-    actions. `places`: those of the actions that may be targets; None: all. `said_of_negatives`: of explicit ones."""
+    actions. `places`: those of the actions that may be targets; None: all. `said_of_negatives`: of explicit ones;
+    `said_of_limit`: of data.items."""
     train, wire, ranks = model.config.train, model.config.comm, model.ranks
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
@@ -272,6 +274,8 @@ def start_block(
     data, features = model.config.data, model.config.model.features
     if line := said_of_targets(dataset, places, data.targets, features, data.negatives):
         block["targets"] = line
+    if said_of_limit:
+        block["items"] = said_of_limit
     if said_of_negatives:
         block["negatives"] = said_of_negatives
     if left_out[0]:

@@ -32,6 +32,7 @@ from logitmix.trainer.config import Config, changed, conditions_of, flatten, mod
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import read_description
+from logitmix.trainer.data.limited import kept_items
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.growing import GrowingTable
 from logitmix.trainer.parallel.parallelize import ParallelModel
@@ -73,7 +74,9 @@ def warm_start(
         on_all_ranks(partial(_require_states, run, saved, model), model.ranks)
         kept = {now: name for name, now in renamed.items() if now in taken_over}
         on_all_ranks(partial(_take_states, saved, model, optimizer, kept), model.ranks)
-    counts = on_all_ranks(partial(_take_rows, run, saved, dataset, model, optimizer is not None), model.ranks)
+    before: list[Stored] = []
+    on_all_ranks(lambda: before.append(_stored(run, saved.config, earlier)), model.ranks)
+    counts = on_all_ranks(partial(_take_rows, saved, before[0], dataset, model, optimizer is not None), model.ranks)
     if optimizer:
         restore_tables(model, optimizer, 0)
     if model.average:
@@ -90,7 +93,7 @@ def warm_start(
     tables = (*saved.tower.schema.tables, *model.tower.schema.tables)
     passing = {table.name for table in tables if table.values}
     matched = {name: of for name, of in totals.items() if name not in passing}
-    unlike = on_first_rank_at_length(partial(_unlike, run, saved, dataset, matched), model.ranks)
+    unlike = on_first_rank_at_length(partial(_unlike, run, saved, before[0], dataset, matched), model.ranks)
     said += ", with their optimizers' states" if optimizer else ""
     return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
 
@@ -161,7 +164,7 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config, ea
     if now.data.split == "time":
         path = fetch(before.data.path)
         if earlier is None:
-            earlier = dataset if path == dataset.path else load_dataset(path)
+            earlier = (dataset.whole or dataset) if path == dataset.path else load_dataset(path)
         trained_to = _held_out_since(before, earlier)
         if trained_to > (since := _held_out_since(now, dataset)):
             raise ValueError(
@@ -191,7 +194,7 @@ def _unit(description: str) -> str | None:
 
 def _held_out_since(config: Config, dataset: Dataset) -> int:
     """With a split by time, the time from which on a run with these settings holds out all actions."""
-    validation, test = starts_of_parts(dataset, config.data.held_out)
+    validation, test = starts_of_parts(dataset.whole or dataset, config.data.held_out)
     return validation if config.data.validation else test
 
 
@@ -282,10 +285,23 @@ def _take_states(
             saved.tensors.read(saved_as, (0,) * state.ndim, state)
 
 
-def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelModel, states: bool) -> dict[str, int]:
+Stored = Callable[[str], Iterator[pa.Array]]
+"""What the rows of a table stand for, by its name."""
+
+
+def _stored(run: Path, config: Config, dataset: Dataset | None) -> Stored:
+    """That of the other run; `dataset`: its own, if it is loaded."""
+    path, kept = path_of(config.data.path), None
+    if config.data.items:
+        kept = kept_items(config, dataset or load_dataset(path))
+    return partial(stored_values, path, read_schema(run), kept=kept)
+
+
+def _take_rows(
+    saved: SavedModel, before: Stored, dataset: Dataset, model: ParallelModel, states: bool
+) -> dict[str, int]:
     """Fills this rank's shards of all tables, and of their optimizers' `states`; returns, by table, how many of its
     rows the other run had. Rows split by columns count on the rank of their first columns, and copies once."""
-    before, schema = path_of(saved.config.data.path), read_schema(run)
     known = {table.name for table in saved.tower.schema.tables}
     of_states = model.table_optimizers.state_dict() if states else {}
     counts = {}
@@ -293,8 +309,8 @@ def _take_rows(run: Path, saved: SavedModel, dataset: Dataset, model: ParallelMo
         counts[name] = 0
         if name not in known:
             continue
-        here = partial(stored_values, dataset.path, dataset.schema, name)
-        there = partial(stored_values, before, schema, name)
+        here = partial(stored_values, dataset.path, dataset.schema, name, dataset.kept)
+        there = partial(before, name)
         inherited = _inherited(saved, name, model.growing[name], here, there) if name in model.growing else None
         matched: dict[tuple[int, int], np.ndarray] = {}
         kept = [(partial(_state, saved, name, key, of), of) for key, of in of_states.get(name, {}).items()]
@@ -367,18 +383,20 @@ FEW = 0.5
 """Share of the smaller of two tables below which the values that they have in common are called few."""
 
 
-def _unlike(run: Path, saved: SavedModel, dataset: Dataset, totals: Mapping[str, tuple[int, int]]) -> list[str]:
+def _unlike(
+    run: Path, saved: SavedModel, stored: Stored, dataset: Dataset, totals: Mapping[str, tuple[int, int]]
+) -> list[str]:
     """A line for each table that has few values in common with the other run's, which are spelled in another way
     perhaps; ValueError if no item is in common. `totals`: of each table, the matched rows, and all."""
-    lines, before, schema = [], path_of(saved.config.data.path), read_schema(run)
+    lines, before = [], path_of(saved.config.data.path)
     rows_before = {table.name: table.rows for table in saved.tower.schema.tables}
     for name, (matched, rows) in totals.items():
         # The row of unknown values is in every table.
         common, own = matched - 1, rows - 1
         if name not in rows_before or common >= FEW * min(own, rows_before[name] - 1):
             continue
-        here = partial(stored_values, dataset.path, dataset.schema, name)
-        there = partial(stored_values, before, schema, name)
+        here = partial(stored_values, dataset.path, dataset.schema, name, dataset.kept)
+        there = partial(stored, name)
         what = "id" if name in (ITEM, USER) else "value"
         examples = f"a new {what}: {_first_new(here(), there)!r}, one of the other run: {_first_new(there(), here)!r}"
         if name == ITEM and not common:

@@ -177,5 +177,5 @@ def test_rows_that_a_gpu_caches_are_refused(data: Path) -> None:
 
 def test_the_items_have_no_capacity(data: Path) -> None:
     for settings in ({"tables.item.capacity": 5}, {"tables.capacity": 5}):
-        with pytest.raises(ValueError, match=r"^the capacity of table item is 5, but all items are ranked"):
+        with pytest.raises(ValueError, match=r"^the capacity of table item is 5, but all its items are ranked"):
             model_schema(Schema.of_ids(9), small_config(data, settings))

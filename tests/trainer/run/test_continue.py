@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, small_config
+from small_data import a_model, gather_table, small_config
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
@@ -20,6 +20,7 @@ from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import TrainingBatches, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.limited import limited
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.loop import train, training_batches
@@ -141,7 +142,7 @@ def states_of(configs: list[Config], run: Path) -> list[dict[str, Any]]:
     results = []
     for config in configs:
         with a_model(config) as (model, optimizer):
-            warm_start(run, load_dataset(config.data.path), model, optimizer)
+            warm_start(run, limited(config, load_dataset(config.data.path)), model, optimizer)
             pieces = {
                 key: [(*shard.metadata.shard_offsets, shard.tensor.clone()) for shard in of.local_shards()]
                 for key, of in model.table_optimizers.state_dict()[ITEM].items()
@@ -151,7 +152,8 @@ def states_of(configs: list[Config], run: Path) -> list[dict[str, Any]]:
                 for name, weight in model.tower.named_parameters()
             }
             steps = model.table_optimizers.touched[ITEM].steps
-            results.append({"pieces": pieces, "dense": dense, "steps": steps})
+            rows = gather_table(model)
+            results.append({"pieces": pieces, "dense": dense, "steps": steps, "rows": rows})
     return results
 
 
@@ -181,6 +183,29 @@ def test_states_go_to_the_ids_they_stand_for(first: Path) -> None:
                     kept = torch.empty_like(state)
                     saved.tensors.read(f"dense_optimizer/{name}/{key}", (0,) * state.ndim, kept)
                     assert torch.equal(state, kept)
+
+
+def test_kept_items_take_their_rows_and_states_with_them(first: Path, tmp_path: Path) -> None:
+    """Where data.items limits both runs; those that are new, or come back, start anew."""
+    data = first.parent
+    train(small_config(data / "old", SPLIT | {"data.items": 12}), tmp_path / "day 1")
+    config, saved = going_on(tmp_path / "day 1", data / "new", {"data.items": 16}), load_saved(tmp_path / "day 1")
+    old, new = limited(saved.config, load_dataset(data / "old")), limited(config, load_dataset(data / "new"))
+    place = {raw_id: index for index, raw_id in enumerate([*old.raw_ids(), ""])}
+    names = [*new.raw_ids(), ""]
+    back = {*names} & {*load_dataset(old.path).raw_ids()} - {*place}
+    assert back and {*names} & {*place} > {""} and {*place} - {*names}
+    (found,) = states_of([config], tmp_path / "day 1")
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = torch.empty(13, 8)
+        saved.tensors.read(f"table_optimizers/{ITEM}/{key}", (0, 0), state)
+        ((*_, piece),) = found["pieces"][key]
+        assert torch.equal(piece, torch.stack([state[place[of]] if of in place else torch.zeros(8) for of in names]))
+    with a_model(config, new.schema) as (model, _):
+        initial = gather_table(model)
+    rows = saved.read_rows(ITEM, 0, 13)
+    expected = [rows[place[name]] if name in place else row for name, row in zip(names, initial, strict=True)]
+    assert torch.equal(found["rows"], torch.stack(expected))
 
 
 GROWING = SPLIT | {
@@ -283,7 +308,7 @@ def test_it_trains_and_resumes_as_without_an_interruption(
 ) -> None:
     """Bit for bit: also the number of steps that the tables' optimizers have made, those of the earlier run among
     them."""
-    config = going_on(first, first.parent / "new", {"train.epochs": 2})
+    config = going_on(first, first.parent / "new", {"train.epochs": 2, "data.items": 20})
     train(config, tmp_path / "whole")
     said = capsys.readouterr().err
     assert "4 of 34 users and " in said and f"targets, {first} was trained on none" in said

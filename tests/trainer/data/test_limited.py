@@ -1,0 +1,248 @@
+"""Runs with a limited number of items, against a search through all actions."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import two_ranks
+from small_data import forget_digests, in_memory, small_config, trained_scores, write_dataset
+
+from logitmix.modules.schema import Feature
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer.config import Config
+from logitmix.trainer.data import arrays
+from logitmix.trainer.data.batches import ranking_users
+from logitmix.trainer.data.columns import Column
+from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.limited import held_out, kept_items, limited
+from logitmix.trainer.evaluation.evaluate import evaluate_run
+from logitmix.trainer.export.delta import export_delta, fold
+from logitmix.trainer.export.export import export
+from logitmix.trainer.loop import train
+from logitmix.trainer.metrics import NOT_SERVED
+from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.results import read_ranks, read_test_users
+
+SPLITS = [{"data.split": "leave-one-out"}, {"data.split": "time"}, {"data.targets": ["action = type-1"]}]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Users who act at the same times."""
+    path = forget_digests(write_dataset(tmp_path_factory.mktemp("limited") / "data", weighted=True))
+    (file,) = (path / "sequences").glob("*.parquet")
+    table, random = pq.read_table(file), np.random.default_rng(0)
+    times = pa.array([sorted(random.integers(0, 10**6, len(of)).tolist()) for of in table["timestamps"]])
+    pq.write_table(table.set_column(table.schema.get_field_index("timestamps"), "timestamps", times), file)
+    return path
+
+
+def actions_of(dataset: Dataset) -> list[tuple[Any, ...]]:
+    """All actions: raw id, time and features."""
+    ids = dataset.raw_ids()
+    found = [[ids[item] for item in dataset.items_flat], dataset.timestamps_flat.tolist()]
+    for column in (*dataset.event_features.values(), dataset.recency):
+        bounds = np.arange(len(column.values) + 1) if column.offsets is None else column.offsets
+        for values in (column.values, *column.parallel.values()):
+            found.append([of.tolist() for of in np.split(values, bounds[1:-1])])
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("settings", SPLITS)
+def test_the_latest_items_are_kept(data: Path, settings: dict[str, Any]) -> None:
+    """Of equally late ones those with more actions; those that training never sees come last."""
+    dataset = load_dataset(data)
+    # Few times, so that many are equal.
+    dataset = replace(dataset, timestamps_flat=dataset.timestamps_flat * 6 // dataset.timestamps_flat.max())
+    ends = held_out(small_config(data, settings), dataset).train_end
+    order = []
+    for item in range(dataset.num_items):
+        times = [
+            int(dataset.timestamps_flat[at])
+            for user, end in enumerate(ends)
+            for at in range(int(dataset.offsets[user]), int(end))
+            if dataset.items_flat[at] == item
+        ]
+        order.append((-max(times, default=-1), -len(times), item))
+    for count in (1, 7, 49):
+        kept = kept_items(small_config(data, settings | {"data.items": count}), dataset)
+        assert kept is not None and kept.tolist() == sorted(item for *_, item in sorted(order)[:count])
+    for count in (0, 50, 51):
+        config = small_config(data, settings | {"data.items": count})
+        assert kept_items(config, dataset) is None and limited(config, dataset) is dataset
+
+
+def test_what_is_held_out_does_not_choose(data: Path) -> None:
+    dataset, config = load_dataset(data), small_config(data, {"data.items": 20})
+    ends, changed = held_out(config, dataset).train_end, dataset.items_flat.copy()
+    for user, end in enumerate(ends):
+        changed[end : dataset.offsets[user + 1]] = 0
+    kept, other = (kept_items(config, replace(dataset, items_flat=items)) for items in (dataset.items_flat, changed))
+    assert kept is not None and other is not None and kept.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("settings", SPLITS)
+def test_a_limited_dataset_is_what_is_left(
+    data: Path, settings: dict[str, Any], large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actions, features and ids of the kept items, and what is held out of them."""
+    if large:
+        monkeypatch.setattr(arrays, "LARGE", 0)
+    whole, config = load_dataset(data), small_config(data, settings | {"data.items": 12})
+    dataset = limited(config, whole)
+    if large:
+        dataset = limited(config, whole)
+        assert isinstance(dataset.items_flat.base, np.memmap)
+    assert dataset.kept is not None and dataset.num_items == dataset.schema.num_items == 12
+    ids = [whole.raw_ids()[item] for item in dataset.kept]
+    assert dataset.raw_ids() == ids and dataset.vocabulary("item") == [*ids, ""]
+    assert dataset.vocabulary_column("item").to_pylist() == [*ids, None]
+    for name, column in whole.item_features.items():
+        expected, found = column.take(dataset.kept), dataset.item_features[name]
+        assert expected.values.tolist() == found.values.tolist()
+    assert dataset.user_features.keys() == whole.user_features.keys()
+    before, now = held_out(config, whole), held_out(config, dataset)
+    assert now.targets.keys() == before.targets.keys()
+    of_whole, of_kept, misses = actions_of(whole), actions_of(dataset), 0
+    for user, (first, last) in enumerate(pairwise(whole.offsets)):
+        start = dataset.offsets[user]
+
+        def left(until: int, first: int = first) -> list[tuple[Any, ...]]:
+            return [of for of in of_whole[first:until] if of[0] in ids]
+
+        assert of_kept[start : dataset.offsets[user + 1]] == left(last)
+        assert of_kept[start : now.train_end[user]] == left(before.train_end[user])
+        for split, place_U in before.targets.items():
+            place, at = place_U[user], now.targets[split][user]
+            if place < 0 or of_whole[place][0] not in ids or not left(place):
+                misses += place >= 0
+                assert at == -1
+            else:
+                assert of_kept[start:at] == left(place) and of_kept[at] == of_whole[place]
+    assert misses
+    if before.places is not None and now.places is not None:
+        may = [whole.timestamps_flat[at] for at in before.places if whole.items_flat[at] in dataset.kept]
+        assert dataset.timestamps_flat[now.places].tolist() == may
+
+
+def test_features_whose_values_are_items_name_kept_ones() -> None:
+    whole = in_memory(np.array([0, 5, 10]), np.array([0, 1, 2, 3, 4, 5, 2, 4, 1, 3]), 6)
+    page, seen = Column(np.array([6, 0, 1, 2, 3, 4, 5, 0, 0, 1])), Column(np.array([5, 2, 6]), np.array([0, 3, 3]))
+    schema = replace(
+        whole.schema,
+        features=(
+            *whole.schema.features,
+            Feature("page", "event", "id", "item"),
+            Feature("seen", "user", "ids", "item"),
+        ),
+    )
+    whole = replace(whole, schema=schema, event_features={"page": page}, user_features={"seen": seen})
+    dataset = limited(small_config(Path(), {"data.items": 3}), whole)
+    # Of user 0 the first three actions are trained on, of user 1 likewise, and these are later.
+    assert dataset.kept is not None and dataset.kept.tolist() == [2, 4, 5]
+    assert dataset.items_flat.tolist() == [0, 1, 2, 0, 1]
+    assert dataset.event_features["page"].values.tolist() == [3, 3, 1, 2, 3]
+    assert dataset.user_features["seen"].values.tolist() == [2, 0, 3]
+
+
+def limit(data: Path, items: int, settings: dict[str, Any] = {}) -> Config:  # noqa: B006 (not changed)
+    common = {"train.epochs": 1, "data.items": items, "model.features": ["brand", "recency"]}
+    exact = {"train.precision": "fp32", "comm.forward": "fp32", "comm.backward": "fp32"}
+    return small_config(data, common | exact | settings)
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(run, "train")]
+
+
+@pytest.fixture(scope="module")
+def run(data: Path) -> Path:
+    """A run with 12 of the 50 items."""
+    settings = {"data.split": "time", "evaluate.groups": ["brand", "action"], "evaluate.exclude_history": "yes"}
+    train(limit(data, 12, settings), data.parent / "run")
+    return data.parent / "run"
+
+
+def test_targets_without_a_row_or_a_history_are_misses(
+    data: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others have the rank that their scores give, in a ranking without their histories."""
+    whole, config = load_dataset(data), load_saved(run).config
+    dataset, before = limited(config, whole), held_out(config, whole)
+    assert dataset.kept is not None
+    everyone, served = (ranking_users(of, "test", 12, held_out(config, of)) for of in (whole, dataset))
+    assert read_test_users(run) == whole.raw_user_ids(everyone.user) and 0 < len(served) < len(everyone)
+    expected = dict.fromkeys(everyone.user.tolist(), NOT_SERVED)
+    for number, scores in enumerate(trained_scores(run, dataset, served)):
+        of = served.of(slice(number, number + 1))
+        (target,) = of.target
+        if target not in of.seen:
+            above = {int(item) for item in np.flatnonzero(~(scores < scores[target]))} - {int(target), *of.seen}
+            expected[int(of.user[0])] = 1 + len(above)
+    rank_U = read_ranks(run)
+    assert rank_U.tolist() == [*expected.values()]
+    capsys.readouterr()
+    found = evaluate_run(run, "test", None, None, "cpu", 1)
+    missed = len(everyone) - len(served)
+    assert (found["users"], found["corpus"], found["targets/left_out"]) == (len(everyone), 12, missed / len(everyone))
+    assert found["hr@10"] == (rank_U <= 10).mean() and found["popularity/hr@500"] <= len(served) / len(everyone)
+    # Of those that are ranked, all kept items are among the best 50 but for those of the history.
+    recalls = []
+    for user, first, place in zip(everyone.user, everyone.first, everyone.place, strict=True):
+        history, period = whole.items_flat[first:place], {*whole.items_flat[place : whole.offsets[user + 1]].tolist()}
+        found_of = (period & {*dataset.kept.tolist()}) - {*history.tolist()} if user in served.user else {}
+        recalls.append(len(found_of) / len(period))
+    assert found["period/recall@50"] == pytest.approx(np.mean(recalls)) and any(recalls)
+    # Groups are those of the whole dataset, by features of targets that are left out, too.
+    groups = [of for name, of in found.items() if name.startswith("groups/brand=") and name.endswith("/users")]
+    assert sum(groups) == len(everyone)
+    actions = [len(of.items_flat) for of in (whole, dataset)]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "items: the 12 with the latest training actions, of 50 (data.items); the others, such as 'item-" in said
+    assert f"are left out with {actions[0] - actions[1]:,} of {actions[0]:,} actions" in said
+    assert f"and {missed} of {len(everyone)} test targets count as misses: no row, or none before them" in said
+    assert (before.targets["test"] >= 0).sum() == len(everyone)
+
+
+def test_a_limit_that_nothing_exceeds_changes_nothing(data: Path, tmp_path: Path) -> None:
+    for name, items in (("with", 50), ("without", 0)):
+        train(limit(data, items), tmp_path / name)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_two_ranks_and_a_restart_on_one_do_what_one_process_does(data: Path, tmp_path: Path) -> None:
+    config, half = (limit(data, 12, {"train.epochs": 2, "train.stop_after_epochs": of}) for of in (0.0, 1.0))
+    two_ranks.run(train, half, tmp_path / "both")
+    train(config, tmp_path / "both")
+    train(config, tmp_path / "alone")
+    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    with pytest.raises(ValueError, match=r"was started with other settings: data.items was 12, is 13"):
+        train(limit(data, 13, {"train.epochs": 2}), tmp_path / "both")
+
+
+def test_too_few_items_to_rank_anybody_are_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^data.items is 1, but no validation target in .* raise data.items$"):
+        train(limit(data, 1), tmp_path / "run")
+
+
+def test_an_export_has_the_kept_items_and_a_delta_the_next_ones(run: Path, data: Path, tmp_path: Path) -> None:
+    """Day by day; histories that hold others are answered without these."""
+    kept = limited(load_saved(run).config, load_dataset(data)).raw_ids()
+    export(run, tmp_path / "base")
+    retriever = Retriever.load(tmp_path / "base")
+    gone = next(name for name in load_dataset(data).raw_ids() if name not in kept)
+    known, more = retriever.recommend([{"history": kept[:2]}, {"history": [kept[0], gone, kept[1]]}], k=50)
+    assert {row["id"] for row in known} == {*kept[2:]} and known == more
+    train(limit(data, 14, {"data.split": "time", "warm_start": str(run)}), tmp_path / "next")
+    export_delta(tmp_path / "next", tmp_path / "base", tmp_path / "deltas" / "1")
+    fold(tmp_path / "base", tmp_path / "deltas", tmp_path / "folded")
+    names = limited(load_saved(tmp_path / "next").config, load_dataset(data)).raw_ids()
+    (answer,) = Retriever.load(tmp_path / "folded").recommend([{"history": names[:1]}], k=50)
+    assert {row["id"] for row in answer} == {*names} != {*kept}

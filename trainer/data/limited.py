@@ -1,0 +1,149 @@
+"""The part of a dataset that a run with a limited number of items sees (data.items), and what it holds out.
+
+The items are chosen once, from the dataset and the settings alone: those with the latest training actions, then those
+with more of them, then those of the lowest index. So items without one, whose first action is held out, come last.
+Kept items are numbered 0 … N - 1 in their order, and actions of others are left out, as requests leave unknown items
+out of histories. All that follows sees a dataset of N items, but for evaluation, which counts the targets that have
+no place in it as misses.
+
+Axes: U users, T actions and X items of the whole dataset, N items kept.
+"""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from logitmix.modules.schema import ITEM, Feature
+from logitmix.trainer.config import Config
+from logitmix.trainer.data import arrays
+from logitmix.trainer.data.batches import HeldOut, leave_one_out, split_by_time
+from logitmix.trainer.data.columns import Column, index_type, user_blocks
+from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.lookups import Ints
+from logitmix.trainer.data.targets import target_places
+from logitmix.trainer.data.times import LATEST
+
+
+def held_out(config: Config, dataset: Dataset) -> HeldOut:
+    """The held-out actions of the run's split; ValueError as of `target_places`, or if a split by time leaves nobody to
+    rank. In a limited dataset, a target has a place only if its item and one before it are kept; ValueError if no
+    target of a part is."""
+    if dataset.whole is not None:
+        return _within(held_out(config, dataset.whole), dataset.whole, dataset)
+    places = target_places(dataset, config.data.targets, config.data.negatives)
+    if config.data.split == "time":
+        return split_by_time(dataset, config.data.held_out, config.data.validation, places)
+    return leave_one_out(dataset, config.data.validation, places)
+
+
+def kept_items(config: Config, dataset: Dataset) -> Ints | None:
+    """The indices of the items that the run keeps [N], in order; None if these are all."""
+    if not 0 < config.data.items < dataset.num_items:
+        return None
+    held, last_X = held_out(config, dataset), np.full(dataset.num_items, -LATEST, np.int64)
+    for places in held.training_places(dataset):
+        np.maximum.at(last_X, dataset.items_flat[places], dataset.timestamps_flat[places])
+    order_X = np.lexsort((-held.training_counts(dataset), -last_X))
+    return np.sort(order_X[: config.data.items])
+
+
+def limited(config: Config, dataset: Dataset) -> Dataset:
+    """What the run sees of a whole dataset: itself, if it has no more than data.items items."""
+    if (kept := kept_items(config, dataset)) is None:
+        return dataset
+    X, N, features = dataset.num_items, len(kept), dataset.schema.features
+    number_X = np.full(X + 1, N, index_type(N + 1))
+    number_X[kept] = np.arange(N)
+
+    def renumbered(feature: Feature, column: Column) -> Column:
+        return replace(column, values=number_X[column.values]) if feature.table == ITEM else column
+
+    def make() -> arrays.Arrays:
+        has_T = (number_X < N)[dataset.items_flat]
+        offsets = np.zeros_like(dataset.offsets)
+        for users, bounds in user_blocks(dataset.offsets):
+            before = np.concatenate([[0], np.cumsum(has_T[bounds[0] : bounds[-1]])])
+            offsets[users.start + 1 : users.stop + 1] = offsets[users.start] + before[bounds[1:] - bounds[0]]
+        times = dataset.timestamps_flat[has_T]
+        made = {"items": number_X[dataset.items_flat[has_T]], "offsets": offsets, "timestamps": times}
+        for feature in features:
+            if (column := dataset.event_features.get(feature.name)) is not None:
+                rows = has_T if column.offsets is None else np.flatnonzero(has_T)
+                made |= renumbered(feature, column.take(rows)).arrays(f"event.{feature.name}")
+            elif (column := dataset.item_features.get(feature.name)) is not None:
+                made |= renumbered(feature, column.take(kept)).arrays(f"item.{feature.name}")
+        return made
+
+    size = sum(of.nbytes for of in (dataset.items_flat, dataset.timestamps_flat))
+    size += sum(of.nbytes for of in dataset.event_features.values())
+    found = arrays.kept(dataset.path, size, make, f"items-{hashlib.sha256(kept.tobytes()).hexdigest()[:16]}")
+    tables = tuple(replace(of, rows=N + 1) if of.name == ITEM else of for of in dataset.schema.tables)
+    return replace(
+        dataset,
+        num_items=N,
+        items_flat=found["items"],
+        offsets=found["offsets"],
+        timestamps_flat=found["timestamps"],
+        schema=replace(dataset.schema, tables=tables),
+        item_features={name: Column.from_arrays(found, f"item.{name}") for name in dataset.item_features},
+        user_features={
+            of.name: renumbered(of, dataset.user_features[of.name])
+            for of in features
+            if of.name in dataset.user_features
+        },
+        event_features={name: Column.from_arrays(found, f"event.{name}") for name in dataset.event_features},
+        whole=dataset,
+        kept=kept,
+    )
+
+
+def _within(held: HeldOut, whole: Dataset, dataset: Dataset) -> HeldOut:
+    """What is held out of a whole dataset, as places in the limited one."""
+    has_X = dataset.is_kept()
+
+    def moved(place_U: Ints) -> Ints:
+        """The places of the first kept actions from these on, which are the users' own."""
+        now_U = np.empty_like(place_U)
+        for users, bounds in user_blocks(whole.offsets):
+            before = np.concatenate([[0], np.cumsum(has_X[whole.items_flat[bounds[0] : bounds[-1]]])])
+            now_U[users] = dataset.offsets[users.start] + before[place_U[users] - bounds[0]]
+        return now_U
+
+    targets = {}
+    for split, place_U in held.targets.items():
+        there_U = place_U >= 0
+        there_U[there_U] = has_X[whole.items_flat[place_U[there_U]]]
+        now_U = moved(np.where(there_U, place_U, whole.offsets[:-1]))
+        targets[split] = np.where(there_U & (now_U > dataset.offsets[:-1]), now_U, -1)
+        if (place_U >= 0).any() and (targets[split] < 0).all():
+            raise ValueError(
+                f"data.items is {dataset.num_items}, but no {split} target in {whole.path} is one of these items, with "
+                "another one before it; raise data.items"
+            )
+    places = held.places
+    if places is not None:
+        may_T = np.zeros(len(whole.items_flat), bool)
+        may_T[places] = True
+        places = np.flatnonzero(may_T[has_X[whole.items_flat]])
+    return HeldOut(moved(held.train_end), targets, places)
+
+
+def said_of_limit(config: Config, dataset: Dataset) -> str:
+    """What a limited dataset leaves out; empty for a whole one."""
+    if (whole := dataset.whole) is None:
+        return ""
+    was, now = held_out(config, whole), held_out(config, dataset)
+    example = whole.raw_id_column()[int(np.flatnonzero(~dataset.is_kept())[0])].as_py()
+    actions, left = len(whole.items_flat), len(dataset.items_flat)
+    emptied = int(((np.diff(whole.offsets) > 0) & (np.diff(dataset.offsets) == 0)).sum())
+    missed = " and ".join(
+        f"{int((place_U >= 0).sum() - (now.targets[split] >= 0).sum()):,} of {int((place_U >= 0).sum()):,} {split}"
+        for split, place_U in was.targets.items()
+    )
+    return (
+        f"the {dataset.num_items:,} with the latest training actions, of {whole.num_items:,} (data.items); the others, "
+        f"such as {example!r:.40}, are left out with {actions - left:,} of {actions:,} actions"
+        + (f" (users without any then: {emptied:,})" if emptied else "")
+        + f"; {missed} targets count as misses: no row, or none before them"
+    )
