@@ -12,8 +12,8 @@ from logitmix.modules.config import ModelConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, DataConfig, EvaluateConfig
+from logitmix.trainer.data import limited
 from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.evaluation import evaluate
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.metrics import SETS_AT, means_of_sets
@@ -60,7 +60,7 @@ def test_the_targets_of_a_period_are_all_that_a_user_does_in_it(
     dataset = in_memory(np.arange(0, 601, 20), random.integers(0, ITEMS, 600), ITEMS)
     dataset = replace(dataset, timestamps_flat=np.tile(np.arange(20), 30))
     places = np.arange(0, 600, 2) if targets else None
-    monkeypatch.setattr(evaluate, "target_places", lambda *_: places)
+    monkeypatch.setattr(limited, "target_places", lambda *_: places)
     model = ModelConfig(dim=8, encoder=SASRecConfig(blocks=1, max_length=6))
     tower = Tower(model, Schema.of_ids(ITEMS))
     tower.reset_parameters(torch.Generator().manual_seed(0))
