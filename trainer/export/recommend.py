@@ -203,11 +203,11 @@ def _missing(parts: Path, job: str, count: int) -> list[int]:
         for file in found:
             file.unlink()
         if found:
-            say(f"{len(found):,} parts in {parts} are of another export, dataset or option: begun anew")
+            say(f"{parts} is of another export, dataset or option: begun anew (parts: {len(found):,})")
         write_whole(parts / _JOB, job)
         found = []
     elif found:
-        say(f"{len(found):,} of {count:,} parts are there already")
+        say(f"parts there already: {len(found):,} of {count:,}")
     return [number for number in range(count) if parts / _PART.format(number) not in found]
 
 

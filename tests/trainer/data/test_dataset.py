@@ -1,7 +1,9 @@
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 import small_data
 
 from logitmix.modules.schema import Schema, Table
+from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
+from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 ROOT = Path(__file__).parents[3]
@@ -482,3 +486,17 @@ def test_columns_beyond_the_schema_are_left_alone(made: Path) -> None:
     table = pq.read_table(made / "items.parquet")
     pq.write_table(table.append_column("notes", pa.array(["x"] * len(table))), made / "items.parquet")
     assert load_dataset(made).item_features == {}
+
+
+def test_what_the_documentation_writes_with_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("duckdb", reason="needs duckdb: pip install duckdb")
+    (code,) = re.findall(r"```python\n(import json.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{user},{item},{time}" for time, (user, item) in enumerate(product("abc", [10, 9, 11, 9]))]
+    Path("clicks.csv").write_text("\n".join(["user,item,time", *rows[::-1], rows[0].replace("10", "9")]) + "\n")
+    exec(code, {})
+    prepare(PrepareOptions("table", "clicks.csv", out="prepared", timestamp_column="time", min_user_actions=1))
+    one, other = load_dataset("data/own"), load_dataset("prepared")
+    assert sequences_of(one) == sequences_of(other) and one.timestamps_flat.tolist() == other.timestamps_flat.tolist()
+    assert list(one.raw_ids()) == list(other.raw_ids())
+    assert one.repeated_targets == other.repeated_targets == {"validation": 0.0, "test": 1.0}
