@@ -24,12 +24,7 @@ def main() -> None:
     try:
         if heeded:
             signal.signal(signal.SIGINT, _interrupt)
-        try:
-            cli.main()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        cli.end_unread()
+        cli.main()
     except KeyboardInterrupt:
         raise SystemExit(STATUS) from None
     finally:

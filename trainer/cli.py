@@ -104,10 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         remove_logs_of_no_run()
         raise SystemExit(USER_ERROR)
     try:
-        with quietly(), naming_urls():
-            others, given = take_imports(words[1:])
-            load_plugins(given)
-            run(words[0], others)
+        try:
+            with quietly(), naming_urls():
+                others, given = take_imports(words[1:])
+                load_plugins(given)
+                run(words[0], others)
+        finally:
+            sys.stdout.flush()
     except ValueError as error:
         if note_mistake(str(error)):
             _tell_others(str(error), USER_ERROR)

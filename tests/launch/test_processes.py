@@ -20,7 +20,7 @@ from logitmix.trainer.config import dump_toml
 RANK = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
-print("rank", rank, "of", os.environ["WORLD_SIZE"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
 exec(sys.argv[1])
 """
 

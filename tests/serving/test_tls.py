@@ -78,7 +78,7 @@ def get(
 @contextmanager
 def encrypted(port: int, pki: Path) -> Iterator[ssl.SSLSocket]:
     with (
-        socket.create_connection(("localhost", port), timeout=10) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         of_client(pki).wrap_socket(plain, server_hostname="localhost") as client,
     ):
         yield client

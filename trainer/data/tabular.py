@@ -136,7 +136,10 @@ class _CsvReader:
         else:
             self.dialect = _sniff(block, label, keys, dialects)
             lines = _Lines(block)
-            self.header, self.types = _typed(_header(lines, self.dialect))
+            row = next(_rows(lines, self.dialect), None)
+            if row and row.error:
+                raise ValueError(f"{label}: its header is {row.error}; is it a table of text?")
+            self.header, self.types = _typed(row.fields if row else [])
             if not self.dialect.quotes and any(_QUOTED.fullmatch(name) for name in self.header):
                 raise ValueError(
                     f"{label}: its header has names in quotes, which --quote reads; between tabs they are text"
