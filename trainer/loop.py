@@ -18,7 +18,7 @@ from logitmix.modules.config import sees_times
 from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.limited import held_out, limited, said_of_limit
+from logitmix.trainer.data.limited import held_out, limited, said_of_limit, within
 from logitmix.trainer.data.negatives import ExplicitNegatives
 from logitmix.trainer.data.targets import target_weights
 from logitmix.trainer.evaluation.evaluate import Evaluation
@@ -318,7 +318,8 @@ def _test(run: Path, model: ParallelModel, evaluation: Evaluation, loggers: Logg
 
 def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen | None = None) -> TrainingBatches:
     """This rank's part of the configured batches, which begin with what is new besides the `seen`."""
-    schema, held = model_schema(dataset.schema, config), held_out(config, dataset)
+    schema, of_whole = model_schema(dataset.schema, config), held_out(config, dataset.whole or dataset)
+    held = within(of_whole, dataset)
     return TrainingBatches(
         dataset,
         schema,
@@ -332,7 +333,7 @@ def training_batches(config: Config, dataset: Dataset, ranks: Ranks, seen: Seen 
         held_out=held,
         explicit=ExplicitNegatives(dataset, names, held.places) if (names := config.data.negatives) else None,
         weights=target_weights(dataset, config.data.weight, held.places),
-        first_U=seen.users_with_new(held_out(config, seen.dataset)) if seen else None,
+        first_U=seen.users_with_new(of_whole) if seen else None,
         seed=config.train.seed,
         item_id_dropout=config.model.item_id_dropout,
         user_id_dropout=config.model.user_id_dropout,

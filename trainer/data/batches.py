@@ -205,7 +205,7 @@ class TrainingBatches:
                 "those of data.negatives; set model.loss.in_batch to 0, or leave data.negatives out"
             )
         self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
-        self.held_out = held_out = held_out or leave_one_out(dataset)
+        held_out = held_out or leave_one_out(dataset)
         trained_U = require_trained(dataset, held_out)
         self.columns, self.pooled, self.times = columns_of(dataset, schema, trained_U), pooled, times
         self.batch_size, self.negatives = batch_size, negatives

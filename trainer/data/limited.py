@@ -26,15 +26,13 @@ from logitmix.trainer.data.times import LATEST
 
 
 def held_out(config: Config, dataset: Dataset) -> HeldOut:
-    """The held-out actions of the run's split; ValueError as of `target_places`, or if a split by time leaves nobody to
-    rank. In a limited dataset, a target has a place only if its item and one before it are kept; ValueError if no
-    target of a part is."""
-    if dataset.whole is not None:
-        return _within(held_out(config, dataset.whole), dataset.whole, dataset)
-    places = target_places(dataset, config.data.targets, config.data.negatives)
+    """The held-out actions of the run's split; ValueError as of `target_places` and `within`, or if a split by time
+    leaves nobody to rank."""
+    whole = dataset.whole or dataset
+    places = target_places(whole, config.data.targets, config.data.negatives)
     if config.data.split == "time":
-        return split_by_time(dataset, config.data.held_out, config.data.validation, places)
-    return leave_one_out(dataset, config.data.validation, places)
+        return within(split_by_time(whole, config.data.held_out, config.data.validation, places), dataset)
+    return within(leave_one_out(whole, config.data.validation, places), dataset)
 
 
 def kept_items(config: Config, dataset: Dataset) -> Ints | None:
@@ -60,11 +58,9 @@ def limited(config: Config, dataset: Dataset) -> Dataset:
         return replace(column, values=number_X[column.values]) if feature.table == ITEM else column
 
     def make() -> arrays.Arrays:
-        has_T = (number_X < N)[dataset.items_flat]
-        offsets = np.zeros_like(dataset.offsets)
-        for users, bounds in user_blocks(dataset.offsets):
-            before = np.concatenate([[0], np.cumsum(has_T[bounds[0] : bounds[-1]])])
-            offsets[users.start + 1 : users.stop + 1] = offsets[users.start] + before[bounds[1:] - bounds[0]]
+        has_X = number_X < N
+        has_T = has_X[dataset.items_flat]
+        offsets = np.concatenate([[0], _kept_before(dataset.offsets[1:], dataset, has_X)])
         times = dataset.timestamps_flat[has_T]
         made = {"items": number_X[dataset.items_flat[has_T]], "offsets": offsets, "timestamps": times}
         for feature in features:
@@ -98,23 +94,28 @@ def limited(config: Config, dataset: Dataset) -> Dataset:
     )
 
 
-def _within(held: HeldOut, whole: Dataset, dataset: Dataset) -> HeldOut:
-    """What is held out of a whole dataset, as places in the limited one."""
+def _kept_before(place_U: Ints, whole: Dataset, has_X: np.ndarray) -> Ints:
+    """How many kept actions come before a place of each user's, its end among them: where this is in the limited
+    dataset."""
+    number_U, before = np.empty_like(place_U), 0
+    for users, bounds in user_blocks(whole.offsets):
+        count = np.concatenate([[0], np.cumsum(has_X[whole.items_flat[bounds[0] : bounds[-1]]])])
+        number_U[users] = before + count[place_U[users] - bounds[0]]
+        before += count[-1]
+    return number_U
+
+
+def within(held: HeldOut, dataset: Dataset) -> HeldOut:
+    """What is held out of a whole dataset, in the limited one: a target has a place only if its item and one before it
+    are kept; ValueError if no target of a part is. Of a whole dataset, the same."""
+    if (whole := dataset.whole) is None:
+        return held
     has_X = dataset.is_kept()
-
-    def moved(place_U: Ints) -> Ints:
-        """The places of the first kept actions from these on, which are the users' own."""
-        now_U = np.empty_like(place_U)
-        for users, bounds in user_blocks(whole.offsets):
-            before = np.concatenate([[0], np.cumsum(has_X[whole.items_flat[bounds[0] : bounds[-1]]])])
-            now_U[users] = dataset.offsets[users.start] + before[place_U[users] - bounds[0]]
-        return now_U
-
     targets = {}
     for split, place_U in held.targets.items():
         there_U = place_U >= 0
         there_U[there_U] = has_X[whole.items_flat[place_U[there_U]]]
-        now_U = moved(np.where(there_U, place_U, whole.offsets[:-1]))
+        now_U = _kept_before(np.where(there_U, place_U, whole.offsets[:-1]), whole, has_X)
         targets[split] = np.where(there_U & (now_U > dataset.offsets[:-1]), now_U, -1)
         if (place_U >= 0).any() and (targets[split] < 0).all():
             raise ValueError(
@@ -126,14 +127,15 @@ def _within(held: HeldOut, whole: Dataset, dataset: Dataset) -> HeldOut:
         may_T = np.zeros(len(whole.items_flat), bool)
         may_T[places] = True
         places = np.flatnonzero(may_T[has_X[whole.items_flat]])
-    return HeldOut(moved(held.train_end), targets, places)
+    return HeldOut(_kept_before(held.train_end, whole, has_X), targets, places)
 
 
 def said_of_limit(config: Config, dataset: Dataset) -> str:
     """What a limited dataset leaves out; empty for a whole one."""
     if (whole := dataset.whole) is None:
         return ""
-    was, now = held_out(config, whole), held_out(config, dataset)
+    was = held_out(config, whole)
+    now = within(was, dataset)
     example = whole.raw_id_column()[int(np.flatnonzero(~dataset.is_kept())[0])].as_py()
     actions, left = len(whole.items_flat), len(dataset.items_flat)
     emptied = int(((np.diff(whole.offsets) > 0) & (np.diff(dataset.offsets) == 0)).sum())

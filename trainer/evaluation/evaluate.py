@@ -25,7 +25,7 @@ from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.limited import held_out, limited, said_of_limit
+from logitmix.trainer.data.limited import held_out, limited, said_of_limit, within
 from logitmix.trainer.data.lookups import Ints, columns_of
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.evaluation.baselines import (
@@ -134,8 +134,8 @@ class Evaluation:
         self.groups = features_of(config.evaluate.groups, dataset)
         self._wanted = _wanted_row(config, dataset) if config.evaluate.want else None
         self.said = Console(stderr=True) if ranks.rank == 0 else None
-        self.held_out = held_out(config, dataset)
-        self._of_whole = held_out(config, dataset.whole) if dataset.whole else self.held_out
+        self._of_whole = held_out(config, self.whole)
+        self.held_out = within(self._of_whole, dataset)
         self.exclude_history = excludes_history(config, dataset, self.said)
 
     def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
