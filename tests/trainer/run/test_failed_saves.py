@@ -189,5 +189,5 @@ def test_saves_that_are_killed_at_any_moment_leave_the_newest_that_was_acknowled
     for kill in found:
         # What was committed just before the kill was perhaps not acknowledged.
         assert kill["loaded"] - kill["acknowledged"] in (0, 1)
-    assert any(kill["left"] for kill in found), "some are killed while they save"
+    assert sum(bool(kill["left"]) for kill in found) > kills // 4, "most are killed while they save"
     assert all(path.name.startswith("step-") for path in steps(run))
