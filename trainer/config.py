@@ -369,9 +369,10 @@ class Config:
                 "set evaluate.every_epochs to 1, or train.patience to 0"
             )
         if (self.train.patience or self.train.refit) and not self.data.validation:
-            name = "patience" if self.train.patience else "refit"
+            name, without = ("patience", "0") if self.train.patience else ("refit", "false")
             raise ValueError(
-                f"train.{name} needs the validation actions, but data.validation is false; leave one of them out"
+                f"train.{name} needs the validation actions, but data.validation is false; set train.{name} to "
+                f"{without}, or leave data.validation out"
             )
         if self.train.refit and not self.evaluate.every_epochs:
             raise ValueError(

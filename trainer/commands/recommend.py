@@ -71,7 +71,7 @@ def run(words: list[str]) -> None:
         arguments.similar_items,
         arguments.items,
         arguments.where,
-        json_value("--limit", arguments.limit, dict),
+        json_value("--limit", arguments.limit, dict, '{"category": 3}'),
         arguments.want,
     )
     export, asked = served(arguments.place, asked)

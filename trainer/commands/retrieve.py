@@ -108,11 +108,11 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     request: Request = {
         "history": parts("--history", arguments.history),
         "timestamps": whole_numbers("--timestamps", arguments.timestamps),
-        "user": json_value("--user", arguments.user, dict),
-        "events": json_value("--events", arguments.events, list),
+        "user": json_value("--user", arguments.user, dict, '{"age": "25"}'),
+        "events": json_value("--events", arguments.events, list, '[{"event": "view"}]'),
         "blocked": parts("--blocked", arguments.blocked),
         "where": arguments.where,
-        "limit": json_value("--limit", arguments.limit, dict),
+        "limit": json_value("--limit", arguments.limit, dict, '{"category": 3}'),
     }
     if arguments.allowed:
         request["allowed"] = parts("--allowed", arguments.allowed)

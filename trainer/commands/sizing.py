@@ -36,9 +36,10 @@ Sized = Mapping[str, tuple[Any, str]]
 """Settings by name, each with the reason."""
 
 
-def sized(description: Mapping[str, Any]) -> Sized:
-    """What follows from the content of a dataset.json, and from nothing else."""
+def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
+    """What follows from the content of a dataset.json and from data.items, and from nothing else."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
+    items = min(items, most_items or items)
     mean = actions / users
     longest = 50 if mean <= 25 else 100 if mean <= 50 else 200
     # Two actions are held out, and of the others all but the last are inputs.
@@ -69,12 +70,12 @@ def sized(description: Mapping[str, Any]) -> Sized:
     return settings
 
 
-def load_sized(name: str, data_path: str = "", scale: int = 1) -> tuple[Config, Sized]:
+def load_sized(name: str, data_path: str = "", scale: int = 1, most_items: int = 0) -> tuple[Config, Sized]:
     """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and these settings; for `scale` times
-    the batch. Without a path, the dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it
-    raises the error later."""
+    the batch, and for a run with `most_items` (data.items). Without a path, the dataset is the recipe's own. If there
+    is no dataset, nothing is sized, and loading it raises the error later."""
     require_from(1, 2**16, "--scale", scale)
-    recipe, found = _load(name, data_path)
+    recipe, found = _load(name, data_path, most_items)
     if scale == 1:
         return recipe, found
     settings = scaled(recipe, scale)
@@ -99,7 +100,7 @@ def scaled(config: Config, scale: int) -> Sized:
     return settings
 
 
-def _load(name: str, data_path: str) -> tuple[Config, Sized]:
+def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name != AUTO:
         return recipe, {}
@@ -107,7 +108,7 @@ def _load(name: str, data_path: str) -> tuple[Config, Sized]:
     if not file.is_file():
         return recipe, {}
     try:
-        found = sized(from_json(file.read_text(encoding="utf-8")))
+        found = sized(from_json(file.read_text(encoding="utf-8")), most_items)
     except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {name: value for name, (value, _) in found.items()}), found

@@ -165,11 +165,12 @@ def whole_numbers(flag: str, text: str) -> list[int]:
         raise ValueError(f"{flag} is {text}; it must be whole numbers, separated by commas") from None
 
 
-def json_value(flag: str, text: str, kind: type[T]) -> T:
+def json_value(flag: str, text: str, kind: type[T], example: str) -> T:
+    needs = f"it must be a JSON {'object' if kind is dict else 'list'}, in quotes: {example}"
     try:
         found = from_json(text)
     except ValueError as error:
-        raise ValueError(f"{flag} is not JSON: {error}") from None
+        raise ValueError(f"{flag} is {text:.80}, which is not JSON ({error}); {needs}") from None
     if not isinstance(found, kind):
-        raise ValueError(f"{flag} is {text}; it must be a JSON {'object' if kind is dict else 'list'}")
+        raise ValueError(f"{flag} is {text:.80}; {needs}")
     return found

@@ -91,7 +91,7 @@ class PrepareOptions:
         if self.append:
             kept = dict.fromkeys(("min_user_actions", "min_item_actions", "min_feature_count"), "it keeps all actions")
             for name, why in (kept | dict.fromkeys(("embed", "embed_with"), "the dataset has its features")).items():
-                if getattr(self, name) != getattr(PrepareOptions, name):
+                if getattr(self, name) not in (getattr(PrepareOptions, name), 0):
                     flag = f"--{name.replace('_', '-')}"
                     raise ValueError(f"--append takes no {flag}, because {why}; leave {flag} out")
             if not self.out:

@@ -304,17 +304,20 @@ def as_in_requests(feature: Feature, values: pa.Array, encoder: TextEncoder | No
     return [texts[first:last] for first, last in pairwise(found.offsets.tolist())]
 
 
-def name_features(columns: Sequence[RawColumn]) -> list[RawColumn]:
+def name_features(columns: Sequence[RawColumn], known: Sequence[Feature] = ()) -> list[RawColumn]:
     """The columns under valid feature names: letters, digits and underscores; and OWNER_NAME if two owners have a
-    column of that name, or if the dataset's own columns use the name. ValueError if two columns of one owner get the
-    same name."""
+    column of that name, or if the dataset's own columns use the name. The features of a dataset that are `known` keep
+    their names. ValueError if two columns of one owner get the same name."""
     owners: dict[str, set[Owner]] = {}
+    owner_of = {feature.name: feature.owner for feature in known}
     for column in columns:
         owners.setdefault(valid_name(column.name), set()).add(column.owner)
     named: dict[str, RawColumn] = {}
     for column in columns:
         plain = valid_name(column.name)
-        name = f"{column.owner}_{plain}" if len(owners[plain]) > 1 or plain in RESERVED else plain
+        name, clashes = f"{column.owner}_{plain}", len(owners[plain]) > 1 or plain in RESERVED
+        if owner_of.get(plain) == column.owner or not (clashes or name in owner_of):
+            name = plain
         if name in named:
             raise ValueError(
                 f"columns {named[name].name!r} and {column.name!r} of {column.owner}s would both be feature {name}"

@@ -62,7 +62,7 @@ class ExplicitNegatives:
         said = f"{negatives:,} explicit ones of {targets:,} of {of_targets:,} targets ({what})"
         for name, column in self._lists.items():
             if unknown := int((column.values < 0).sum()):
-                said += f"; {unknown:,} of {len(column.values):,} values of {name} are no items of the dataset"
+                said += f"; {unknown:,} of {len(column.values):,} values of {name} are no items of the run"
         return said
 
 

@@ -126,7 +126,7 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
     later.mkdir()
     features = Known(schema, encoders_of(before, schema))
     engine = THIS_PROCESS._replace(arrange=partial(arrange, waiting=read_waiting(before)))
-    _prepare(later, replace(options, append="", min_user_actions=0), console, engine, features)
+    _prepare(later, replace(options, append=str(before), min_user_actions=0), console, engine, features)
     description, notes = append(before, known, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
@@ -359,7 +359,8 @@ def _features(
             column = RawColumn(name, owner, values, kinds.get(name), counts=counts, source=name)
             infer = kinds[name] is not None if name in kinds else not names_each_row(column)
             found.append(replace(column, infer=infer))
-    unit, notes, names = raw.actions.unit or "", list[str](), name_features(found)
+    unit, notes = raw.actions.unit or "", list[str]()
+    names = name_features(found, known.schema.features if known else ())
     title = options.title_column if options.title_column in raw.items.columns else ""
     said = embedded(said, names, options.embedded_columns, title)
     chosen = apply_options(names, said, options.schema, of_owner, unit)

@@ -157,7 +157,8 @@ def _holdings(about: About, entries: Entries) -> str:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    # A checkpoint's counts are read as floats.
+    return f"{value:,.0f}" if value > 1 and value == int(value) else f"{value:.4f}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

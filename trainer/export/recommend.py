@@ -33,6 +33,7 @@ from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
 from logitmix.modules.features import NO_TIME, Values
 from logitmix.modules.schema import Owner
+from logitmix.serving.directory.format import MANIFEST
 from logitmix.serving.encoding import Histories
 from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.request import UNKNOWN, Options
@@ -111,6 +112,8 @@ def served(place: str, asked: Asked) -> tuple[Path, Asked]:
 
         asked = replace(asked, data=asked.data or read_config(found).data.path)
         export(found, found := _folder(asked) / "export", overwrite=True, filterable=list(asked.limit) or None)
+    elif not (found / MANIFEST).is_file():
+        raise ValueError(f"no run or export at {place}; give one that `logitmix train` or `logitmix export` made")
     elif not (asked.data or asked.similar_items):
         raise ValueError(f"give the dataset with the users' histories: --data.path DIR (beside the export {place})")
     return found, asked
@@ -339,7 +342,7 @@ def _finish(
                     none += len(np.setdiff1d(lacking, part["of"].to_numpy()))
                 rows, short = rows + len(part), short + len(lacking)
     if short:
-        say(f"{short:,} {histories.of} have fewer than {k:,} items, {none:,} of them none, such as {example!r}")
+        say(f"{short:,} {histories.of} get fewer than {k:,} items, {none:,} of them none, such as {example!r}")
     if line := histories.said_of_new(count_X):
         say(line)
     shutil.rmtree(asked.parts)
@@ -406,7 +409,7 @@ class _OfUsers:
         is_new, of_actions = self.new
         return (
             f"{count_X[is_new].sum() / count_X.sum():.1%} of what is recommended are items of the last week "
-            f"({int(is_new.sum()):,}), which have {of_actions:.1%} of its actions"
+            f"({int(is_new.sum()):,}), which have {of_actions:.1%} of that week's actions"
         )
 
     def read(self, user_B: Ints, exclude: bool) -> Iterator[Read]:

@@ -24,6 +24,7 @@ from logitmix.comm.exchange import QUALITY
 from logitmix.common.messages import tell
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
+from logitmix.modules.schema import RECENCY
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
@@ -282,8 +283,8 @@ def start_block(
         longest = model.config.model.encoder.max_length
         block["histories"] = f"{left_out[0]:,} users have more actions than {longest} (model.encoder.max_length): "
         block["histories"] += f"their {left_out[1]:,} earlier ones are not trained on; with --train.stride, all are"
-    if getattr(model.config.model.encoder, "times", False) and not dataset.unit_of_times():
-        block["times"] = "of no known unit, such as positions: model.encoder.times takes their differences for times"
+    if (getattr(model.config.model.encoder, "times", False) or RECENCY in features) and not dataset.unit_of_times():
+        block["times"] = "of no known unit, such as positions: the model takes their differences for times"
     each = train.batch_size // ranks.world_size
     if device == "cuda" and ranks.world_size > 1 and each < FEW:
         block["batch"] = f"{each} users a rank keep no GPU busy; --scale {ranks.world_size} trains with as many as the "

@@ -85,6 +85,9 @@ def test_what_is_said_stands_above_what_is_sized(
     assert to_train[1] == to_train[4] == with_settings(sizes, {"train.batch_size": 7})
     assert to_train[2].model.features == ("age",) and isinstance(to_train[2].model.similarity, MoLConfig)
     assert to_train[2].train == sizes.train
+    cli.main(["train", "auto", "--data.path", path, "--data.items", "2"])
+    api.train("auto", "run", {"data.path": path, "data.items": 2})
+    assert capsys.readouterr().err.count("loss.negatives 0 (all 2 items)") == 2
 
 
 def test_only_what_is_kept_is_said(clicks: Path) -> None:

@@ -1,3 +1,4 @@
+import re
 from dataclasses import fields
 
 import pytest
@@ -5,7 +6,7 @@ import tyro
 from tyro import _errors
 
 from logitmix.trainer.commands.flags import take, take_imports
-from logitmix.trainer.commands.words import parts, whole_numbers
+from logitmix.trainer.commands.words import json_value, parts, whole_numbers
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,13 @@ def test_times_are_whole_numbers_between_commas() -> None:
     assert whole_numbers("--timestamps", '12, -3,"4"') == [12, -3, 4]
     with pytest.raises(ValueError, match=r"^--timestamps is 1,x; it must be whole numbers, separated by commas$"):
         whole_numbers("--timestamps", "1,x")
+
+
+@pytest.mark.parametrize(("text", "why"), [("category=3", ", which is not JSON .*"), ("[3]", "")])
+def test_what_is_no_json_object_is_told_how_to_write_one(text: str, why: str) -> None:
+    said = rf"^--limit is {re.escape(text)}{why}; it must be a JSON object, in quotes: {{'a': 3}}$".replace("'", '"')
+    with pytest.raises(ValueError, match=said):
+        json_value("--limit", text, dict, '{"a": 3}')
 
 
 @pytest.mark.parametrize(

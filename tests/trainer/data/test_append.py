@@ -209,3 +209,38 @@ def test_arrays_and_digests_are_those_of_the_whole(tmp_path: Path, monkeypatch: 
         with pytest.raises(ValueError, match=rf"{name} is damaged .* --overwrite, then with --append, .*: 1\.csv$"):
             read_description(path)
         file.write_bytes(content)
+
+
+def test_columns_are_read_as_those_of_the_dataset(tmp_path: Path) -> None:
+    """Without the --schema and the tables that gave them their kinds and names."""
+    header, schema = "user,item,timestamp,price,tags,strengths\n", tmp_path / "schema.toml"
+    schema.write_text('[features.tags]\nkind = "weighted_ids"\ncolumns = { weights = "strengths" }\n')
+    (tmp_path / "items.csv").write_text("item,price\nx,1.5\ny,2.5\nz,9.5\n")
+    (tmp_path / "0.csv").write_text(f"{header}a,x,{DAY},0.5,p|q,1|2\na,y,{DAY + 1},7.5,p|q,3|4\n")
+    (tmp_path / "1.csv").write_text(f"{header}a,z,{DAY + 2},0.25,q,5\n")
+    given: dict[str, Any] = {"items": str(tmp_path / "items.csv"), "schema": str(schema), "min_user_actions": 0}
+    console = Console(file=io.StringIO())
+    prepare(PrepareOptions("table", str(tmp_path / "0.csv"), str(tmp_path / "0"), **given), console)
+    later: dict[str, Any] = {"out": str(tmp_path / "1"), "append": str(tmp_path / "0")}
+    prepare(PrepareOptions("table", str(tmp_path / "1.csv"), **later), console)
+    dataset = load_dataset(tmp_path / "1")
+    assert dataset.event_features["event_price"].values.tolist() == [0.5, 7.5, 0.25]
+    tags = dataset.event_features["tags"]
+    assert [dataset.vocabulary("tags")[row] for row in tags.values] == ["p", "q", "p", "q", "q"]
+    assert tags.parallel["weights"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_rows_without_times_follow_those_of_the_dataset(tmp_path: Path) -> None:
+    for name, rows in (("0", "a,x\nb,y\n"), ("1", "b,x\na,y\n")):
+        (tmp_path / f"{name}.csv").write_text(f"user,item\n{rows}")
+    given: dict[str, Any] = {"timestamp_column": ""}
+    console = Console(file=io.StringIO())
+    first = PrepareOptions("table", str(tmp_path / "0.csv"), str(tmp_path / "0"), min_user_actions=0, **given)
+    prepare(first, console)
+    given |= {"out": str(tmp_path / "1"), "append": str(tmp_path / "0")}
+    prepare(PrepareOptions("table", str(tmp_path / "1.csv"), **given), console)
+    dataset = load_dataset(tmp_path / "1")
+    assert dataset.timestamps_flat.tolist() == [0, 3, 1, 2]
+    timed = prepared(tmp_path, "2", FIRST)
+    with pytest.raises(ValueError, match=r"times to append are numbers of no known unit, and those of .* seconds"):
+        prepare(PrepareOptions("table", str(tmp_path / "1.csv"), **given | {"append": str(timed), "out": str(timed)}))

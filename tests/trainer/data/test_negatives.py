@@ -113,7 +113,7 @@ def test_what_there_is_is_said() -> None:
     unknown = int((dataset.event_features["shown"].values == ITEMS).sum())
     assert said.startswith("7 explicit ones of 3 of 1,000 targets (shown and kind = 1); ")
     values = len(dataset.event_features["shown"].values)
-    assert said.endswith(f"; {unknown} of {values} values of shown are no items of the dataset")
+    assert said.endswith(f"; {unknown} of {values} values of shown are no items of the run")
     assert "actions (not kind = 1); the model does not see which, without --model.features kind" in said_of_targets(
         dataset, places, (), (), NAMES
     )

@@ -535,7 +535,7 @@ def test_the_share_of_new_items_is_said(
     assert 0 < len(late) < ITEMS
     assert (
         f"{sum(name in names for name in found) / len(found):.1%} of what is recommended are items of the last week "
-        f"({len(names)}), which have {sum(last) / len(last):.1%} of its actions"
+        f"({len(names)}), which have {sum(last) / len(last):.1%} of that week's actions"
     ) in " ".join(capsys.readouterr().err.split())
     is_new = columns_module.filter_columns(["new"], load_dataset(data), "", print)["new"].values
     assert is_new.tolist() == [float(raw_id in names) for raw_id in dataset.raw_ids()]
@@ -755,4 +755,6 @@ def test_recommend_refuses_what_it_cannot_do(run: Path, exported: Path, tmp_path
     ):
         with pytest.raises(ValueError, match=said):
             api.recommend(exported, **{"out": tmp_path / "x.csv", "data": run.parent / "data", **given})
+    with pytest.raises(ValueError, match="no run or export at nowhere; give one"):
+        api.recommend("nowhere", tmp_path / "x.csv")
     assert not list(tmp_path.glob("x.csv*"))

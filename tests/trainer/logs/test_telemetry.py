@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import re
@@ -89,10 +90,13 @@ def test_the_start_block_says_what_cannot_be_exported() -> None:
 
 def test_the_start_block_says_that_times_may_be_none(tmp_path: Path) -> None:
     dataset, without = load_dataset(write_dataset(tmp_path / "data", users=3)), some_model()
-    model, file = some_model(), dataset.path / "dataset.json"
-    model.config = with_settings(model.config, {"model.encoder.kind": "hstu", "model.encoder.times": True})
-    said = "times       of no known unit, such as positions: model.encoder.times takes their differences for times"
-    for unit in (None, "s"):
+    file = dataset.path / "dataset.json"
+    said = "times       of no known unit, such as positions: the model takes their differences for times"
+    for unit, settings in itertools.product(
+        (None, "s"), ({"model.encoder.kind": "hstu", "model.encoder.times": True}, {"model.features": ["recency"]})
+    ):
+        model = some_model()
+        model.config = with_settings(model.config, settings)
         file.write_text(json.dumps(json.loads(dataset.description()) | {"times": {"unit": unit}}), encoding="utf-8")
         assert (said in start_block(dataset, model).splitlines()) == (unit is None)
         assert said not in start_block(dataset, without)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.modules.schema import Owner
+from logitmix.trainer.data.append import parts_of, read_for_appending
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.download import find_source
@@ -98,11 +99,18 @@ def read(
     columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
     csv = CsvOptions(options.delimiter.replace("\\t", "\t"), columns, options.quote)
     lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), rejects)
-    clock, joins = Clock(options.time_format), joins_of(read_schema(options.schema))
+    clock = Clock(options.time_format)
+    first = 0
+    if options.append:
+        before, schema = read_for_appending(Path(options.append))
+        joins, times = joins_of(schema.features), parts_of(before)[-1].get("times")
+        first = times["last"] + 1 if times and not times["unit"] else 0
+    else:
+        joins = joins_of(read_schema(options.schema))
     if gathered:
         actions = gathered(Table(files, names, csv, joins, options.time_format), rejects)
     else:
-        actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins))
+        actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins, first))
         _settle_times(actions, clock, names.timestamp, rejects)
         actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
         actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
@@ -173,11 +181,12 @@ def read_actions(
     lists: Lists | None = None,
     clock: Clock | None = None,
     joins: Joins = NOTHING_JOINED,
+    first: int = 0,
 ) -> Iterator[ActionBlock]:
     """The actions of the parts of a table, in the given order; rows with lists of items are several. `joins` are the
-    columns that are read as one. `clock.settle` makes the times final. ValueError if a column is missing or has an
-    unfit type."""
-    taken = 0
+    columns that are read as one. `clock.settle` makes the times final. `first`: that of the order of the rows.
+    ValueError if a column is missing or has an unfit type."""
+    taken = first
     lists = lists or Lists(names.item, "", rejects)
     clock = clock or Clock()
     for file in files:
