@@ -313,7 +313,10 @@ def test_a_mistake_in_a_recipe_with_a_long_path_is_said_plainly(
     monkeypatch.chdir(tmp_path)
     path = f"{'a' * length}.toml"
     Path(path).write_text("[data]\nvalidation = false\n")
-    said = "train.refit needs the validation actions, but data.validation is false; set train.refit to false"
+    said = (
+        "train.refit needs the validation actions, but data.validation is false; set train.refit to false, or leave "
+        "data.validation out"
+    )
     assert refusal("train", path, "--train.refit") == f"logitmix: {said}\n"
     said = f"unknown option --zzz; see logitmix train {path} --help"
     assert refusal("train", path, "--zzz", "3") == f"logitmix: {said}\n"
