@@ -104,7 +104,7 @@ class Column:
             place = self.texts.find(text) if len(self.texts) else None
             return _ABSENT if place is None else place
         if (number := self._number(text)) is None:
-            needs = "a date such as 2024-01-31" if self.kind == "time" else "a number"
+            needs = "a date such as 2024-01-31" if self.kind == "time" else "a number such as 40.5"
             raise ValueError(f"is {text!r:.40}; it must be {needs}, as the column's values are")
         return number
 

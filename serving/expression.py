@@ -218,6 +218,8 @@ class _Parser:
             raise self._error(f"one of {' '.join(OPERATORS)}, in, or is null is expected")
         self.at += 1
         value = self._compared(name, column, sign)
+        if self._peek() == ",":
+            raise self._error("only values after in have commas between them; decimals have a point, as in 40.5")
         return lambda part: column.compared(sign, [value], part)
 
     def _compared(self, name: str, column: Column, sign: str) -> str:

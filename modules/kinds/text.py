@@ -30,9 +30,6 @@ from .base import SourceColumn
 from .vector import Vector
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..features import Values
     from ..schema import Feature
 
 NGRAMS = "ngrams"
@@ -62,10 +59,6 @@ class Text(Vector):
         if not isinstance(value, str):
             return super().cell(feature, value, row_of)
         return super().cell(feature, row_of(value) if value.strip() else None, row_of)
-
-    def embed(self, feature: Feature, of: Values, row_VW: Tensor | None) -> Tensor:
-        # With norm 1 on average: from many numbers of deviation 1, the map would make a vector far larger than rows.
-        return super().embed(feature, of, row_VW) / feature.width**0.5
 
 
 @dataclass(frozen=True, eq=False)

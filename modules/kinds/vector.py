@@ -34,4 +34,5 @@ class Vector(Kind):
         return numbers
 
     def embed(self, feature: Feature, of: Values, row_VW: Tensor | None) -> Tensor:
-        return normalized(feature, of)
+        # With norm 1 on average: from many numbers of deviation 1, the map would make a vector far larger than rows.
+        return normalized(feature, of) / feature.width**0.5

@@ -136,6 +136,8 @@ def test_values_change() -> None:
         ("", "at character 1: a column is expected"),
         ("prise < 5", r"at character 1: no column 'prise' \(did you mean price\?\); there are: price, kind, day$"),
         ("price < 5 price", "at character 11: and, or, or the end is expected"),
+        ("(price < 40,5) or price > 50", "at character 12: only values after in have commas .*; decimals have a point"),
+        ("price < '40,5'", "at character 9: price is '40,5'; it must be a number such as 40.5"),
         ("price < 5 and", "at character 14: a column is expected"),
         ("price in (5", "at character 12: '\\)' is expected"),
         ("price = 'x", "at character 8: a quote is not closed"),

@@ -1,5 +1,6 @@
 """The summary of a dataset that `logitmix prepare` prints."""
 
+import re
 import shlex
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -14,6 +15,10 @@ from logitmix.trainer.data.description import APPENDED
 from logitmix.trainer.data.times import UNIT_NAMES, UNITS
 
 OWNERS = {"item": "items", "user": "users", "event": "actions"}
+_OF_KINDS = re.compile("event|action|behaviou?r|type|kind", re.IGNORECASE)
+"""In the name of a feature that says of what kind an action is."""
+_KINDS = 20
+"""Most values of it."""
 
 
 def summarize(description: Mapping[str, Any], directory: Path) -> str:
@@ -32,6 +37,9 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines.append(f"next      {_next(directory)}")
     if any(feature.owner != "item" for feature in features):
         lines.append("          (with --model.features all it learns from the features of users and actions, too)")
+    if kinds := [f.name for f in features if _tells_kinds(f, schema)]:
+        given = f'--data.targets "{kinds[0]} = VALUE"'
+        lines.append(f"          (with {given} actions of one kind are predicted, from those of all kinds)")
     if description["filters"].get("shown"):
         lines.append("          (with --data.negatives shown --model.loss.negatives 128, from what was not taken)")
     return "\n".join(lines)
@@ -156,6 +164,12 @@ def _values(feature: Feature, schema: Schema) -> str:
     if feature.sparse:
         return f"  {_count(schema.table(feature.table).rows - 1, 'value')}"
     return f"  {_count(feature.width, 'number')} each" if feature.form.wide else ""
+
+
+def _tells_kinds(feature: Feature, schema: Schema) -> bool:
+    """Whether it seems to say of what kind an action is, and there are several."""
+    is_id = feature.owner == "event" and feature.kind == "id"
+    return is_id and bool(_OF_KINDS.search(feature.name)) and 2 < schema.table(feature.table).rows <= _KINDS + 1
 
 
 def _next(directory: Path) -> str:

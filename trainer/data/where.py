@@ -94,7 +94,9 @@ def _compare(values: pa.Array, operator: str, value: str, unit: str | None) -> n
     elif operator in ("=", "!="):
         known, scalar = values.cast(pa.string()), given[0]
     else:
-        raise ValueError(f"{value!r} is neither a number nor a date such as 2024-01-31, as {operator} needs")
+        raise ValueError(
+            f"{value!r} is neither a number such as 40.5 nor a date such as 2024-01-31, as {operator} needs"
+        )
     return as_numpy(OPERATORS[operator](known, scalar).fill_null(operator == "!="))
 
 

@@ -71,6 +71,7 @@ def test_they_belong_to_the_next_action(memory: str, of_items: int, tmp_path: Pa
     alike = sum(of - 1 for of in Counter((u, i, t, k in ("view", "buy")) for u, i, t, k in different).values())
     assert alike == 1 and "1 action has the user, item and time of another" in said
     assert f"{count} actions by --shown 'event = impression' --shown 'event = dislike'" in summary(dataset)
+    assert '--data.targets "event = VALUE" actions of one kind are predicted' in summary(dataset)
     # As negatives, "all" features are without them.
     config = with_settings(Config(), {"model.features": ["all"], "data.negatives": ["shown"]})
     assert [of.name for of in model_schema(dataset.schema, config).features] == ["item", "event"]

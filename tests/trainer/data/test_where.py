@@ -75,7 +75,7 @@ def test_conditions(condition: str, rows: str) -> None:
         ("ratng >= 4", r"no column 'ratng' \(did you mean rating\?\)"),
         ("rating", "it must be a column, one of = != < <= > >=, and a value"),
         ("= 4", "it must be a column, one of = != < <= > >=, and a value"),
-        ("rating > high", "'high' is neither a number nor a date such as 2024-01-31, as > needs"),
+        ("rating > 4,5", "'4,5' is neither a number such as 40.5 nor a date such as 2024-01-31, as > needs"),
         ("count >= 2024-01-31", "its values are no times since 1970, so that it cannot be compared with a date"),
         ("at >= 09/08/2024", r"it cannot be told which .* is the month \(value:1: 09/08/2024\).*"),
         ("tags = a", "values of type list<.*> cannot be compared"),
