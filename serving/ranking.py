@@ -263,7 +263,7 @@ def _joined(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tupl
     for chunk in chain(chunks, (None,)):
         if held and (chunk is None or count >= size):
             index_N, score_BN = zip(*held, strict=True)
-            yield torch.cat(index_N), torch.cat(score_BN, dim=1)
+            yield held[0] if len(held) == 1 else (torch.cat(index_N), torch.cat(score_BN, dim=1))
             held, count = [], 0
         if chunk is not None:
             held.append(chunk)

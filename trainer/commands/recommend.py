@@ -12,6 +12,7 @@ from logitmix.trainer.commands.options import (
     ProcessesOption,
     ThreadsOption,
     excludes_history,
+    importing_torch,
     ranks_of,
 )
 from logitmix.trainer.commands.words import json_value, parse
@@ -58,8 +59,9 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "recommend", words)
-    from logitmix.serving.request import Options
-    from logitmix.trainer.export.recommend import Asked, recommend, served
+    with importing_torch():
+        from logitmix.serving.request import Options
+        from logitmix.trainer.export.recommend import Asked, recommend, served
 
     exclude = excludes_history(arguments.exclude_history)
     options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1, boost_new=arguments.boost_new)

@@ -50,8 +50,8 @@ from logitmix.trainer.step.memory import set_up_memory
 
 BLOCK = 2**10
 """Users of a part."""
-BATCH = 2**8
-"""Users encoded and ranked at once."""
+BATCH, CANDIDATES = 2**9, 2**25
+"""Users encoded and ranked at once, and how many items stage 1 keeps of all of them, at most."""
 LEAST = 500
 """Items that stage 1 keeps at least, unless told otherwise."""
 SUFFIXES = (".parquet", ".csv")
@@ -293,8 +293,11 @@ def _answers(
     item_BK = np.full((len(block), min(options.k, retriever.num_items)), UNKNOWN)
     score_BK = np.empty(item_BK.shape, np.float32)
     order_B, by_length_B = block.argsort(), block[histories.lengths(block).argsort(kind="stable")]
-    for start in range(0, len(block), BATCH):
-        for some, read, excluded in histories.read(by_length_B[start : start + BATCH], exclude):
+    size = BATCH
+    if retriever.tower.hindexer is not None:
+        size = max(1, min(BATCH, CANDIDATES // min(options.kept, retriever.num_items)))
+    for start in range(0, len(block), size):
+        for some, read, excluded in histories.read(by_length_B[start : start + size], exclude):
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
             if wanted:
                 last_B = read.length_B.cumsum(0) - 1
@@ -328,7 +331,9 @@ def _finish(
     with writing_whole(asked.out) as file:
         sink = file.buffer
         # Parquet takes over the dictionaries, which it would otherwise make of the texts; they are read as texts.
-        parquet = partial(pq.ParquetWriter, store_schema=False, use_dictionary=schema.names[:3])
+        parquet = partial(
+            pq.ParquetWriter, store_schema=False, use_dictionary=schema.names[:3], write_statistics=schema.names[:1]
+        )
         with (pa.csv.CSVWriter if asked.out.suffix == ".csv" else parquet)(sink, schema) as writer:
             for number, block in enumerate(blocks):
                 part = pa.ipc.open_file(asked.parts / _PART.format(number)).read_all()
