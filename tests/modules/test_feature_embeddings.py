@@ -43,7 +43,7 @@ def literal(embeddings: FeatureEmbeddings, of: dict[str, Tensor]) -> list[Tensor
     genres = torch.stack([(genre[1] + genre[2] + genre[5]) / 3, torch.zeros_like(genre[0]), genre[5]])
     keys = torch.stack([of["brand"][3], torch.zeros_like(of["brand"][0]), (of["brand"][3] + of["brand"][0]) / 2])
     price = torch.tensor([[-1.0], [0.0], [3.0]], dtype=torch.float64) @ maps["price"].weight.t() + maps["price"].bias
-    image = ((VALUES["image"].values - 0.5) / 4) @ maps["image"].weight.t() + maps["image"].bias
+    image = ((VALUES["image"].values - 0.5) / 4 / 3**0.5) @ maps["image"].weight.t() + maps["image"].bias
     return [brand, genres, keys, price, image]
 
 
