@@ -355,6 +355,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class BCEConfig(LossConfig):
+    """The loss, of kind "bce": the paper's binary cross entropy (section 5.1.2)."""
+
     module = "logitmix.modules.losses.blockwise:bce"
     corrects = False
     kind: str = "bce"

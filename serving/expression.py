@@ -262,7 +262,8 @@ class _Parser:
 
 
 def _no_column(name: Any, columns: Mapping[str, Column]) -> str:
-    return f"no column {name!r:.80}{nearest(str(name), list(columns))}; there are: {', '.join(columns) or 'none'}"
+    there = f"there are: {', '.join(columns)}" if columns else "there are none (export --filterable keeps some)"
+    return f"no column {name!r:.80}{nearest(str(name), list(columns))}; {there}"
 
 
 def _opposite(of: Condition) -> Condition:

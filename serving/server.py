@@ -144,11 +144,7 @@ def serve(
         if settings.boost_new:
             export.retriever.new_items()
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
-        other = (
-            LiveExport(shadow, partial(_say_of, saying, "shadow"), where=settings.where, attributes=settings.attributes)
-            if shadow
-            else None
-        )
+        other = _shadow(shadow, partial(_say_of, saying, "shadow"), settings) if shadow else None
         server = make_server(export, replace(settings, allowed=allowed), worker, other)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -173,6 +169,13 @@ def serve_shard(
         described = f"shard {shard.rank + 1}/{shard.size}, {of.num_own:,} of {of.described}"
         listen(listening, described, bool(token), "tcp")
         server.run(listening)
+
+
+def _shadow(directory: Path, saying: Callable[[str], object], settings: Settings) -> LiveExport:
+    try:
+        return LiveExport(directory, saying, where=settings.where, attributes=settings.attributes)
+    except ValueError as error:
+        raise ValueError(f"--shadow: {error}") from None
 
 
 def _set_threads(threads: int) -> None:

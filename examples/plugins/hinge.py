@@ -18,6 +18,8 @@ def hinge(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: "Hing
 
 @dataclass(frozen=True)
 class HingeConfig(LossConfig):
+    """The loss, of kind "hinge": by how much negatives score above the target less the margin."""
+
     module = hinge
     corrects = False  # in-batch negatives are corrected by log probabilities, which suits softmax alone
     kind: str = "hinge"

@@ -162,6 +162,8 @@ def test_help_lists_every_setting(section: str, kind: str, cls: type, helped: Ca
     recipe = load_recipe("demo-mol")
     config = replace(recipe, model=replace(recipe.model, **{section: cls()}))
     assert [flag for flag in flatten(config) if f"--{flag.replace('_', '-')}" not in said] == []
+    # A dataclass without a docstring gets one that repeats its fields.
+    assert cls.__doc__ and not cls.__doc__.startswith(cls.__name__)
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
