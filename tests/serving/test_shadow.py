@@ -66,7 +66,7 @@ def test_the_shadow_can_be_asked(tmp_path: Path) -> None:
             404,
             {"error": "there is no shadow; logitmix serve --shadow DIR adds one"},
         )
-    with pytest.raises(ValueError, match="^--shadow: no serving directory at .*nowhere"):
+    with pytest.raises(ValueError, match=r"^--shadow: no serving directory at .*nowhere"):
         server_module.serve(served, "127.0.0.1", 0, 0, server_module.Settings(), shadow=tmp_path / "nowhere")
 
 
