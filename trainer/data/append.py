@@ -139,9 +139,8 @@ def append(
     features = [of for of in schema.features if of.name != ITEM]
     new_rows = {"user": users.new, "item": items.new, "event": np.arange(len(dataset.items_flat))}
     columns = {of.name: _column(dataset, of, new_rows[of.owner]) for of in features}
-    fewest = description.get("filters", {}).get("min_feature_count", 1)
     named = [table.name for table in schema.tables if table.name != ITEM]
-    values_of = {table: _number_values(path, dataset, schema, table, columns, fewest) for table in named}
+    values_of = {table: _number_values(path, dataset, schema, table, columns) for table in named}
     for table, values in values_of.items():
         if len(values):
             (folder / "vocabularies").mkdir(exist_ok=True)
@@ -208,11 +207,9 @@ def _column(dataset: Dataset, feature: Feature, rows: np.ndarray) -> Column:
     return Column(np.full(shape, feature.mean, np.float32))
 
 
-def _number_values(
-    path: Path, dataset: Dataset, schema: Schema, table: str, columns: dict[str, Column], fewest: int
-) -> pa.Array:
+def _number_values(path: Path, dataset: Dataset, schema: Schema, table: str, columns: dict[str, Column]) -> pa.Array:
     """Gives the values of a table's features in `columns` their rows in the dataset at `path`, and returns those that
-    are new, in the order of their rows. New ones that occur less than `fewest` times are unknown."""
+    are new, in the order of their rows."""
     named = [of.name for of in schema.features if of.table == table and of in dataset.schema.features]
     if not named:
         return pa.array([], pa.large_string())
@@ -221,7 +218,7 @@ def _number_values(
     counts = np.bincount(np.concatenate([columns[name].values for name in named]), minlength=len(later))
     # Row 0 stands for unknown values in both.
     counts[0] = 0
-    numbers = _Numbers.find(later, known, counts >= fewest)
+    numbers = _Numbers.find(later, known, counts > 0)
     for name in named:
         columns[name] = replace(columns[name], values=numbers.of[columns[name].values])
     return later.take(pa.array(numbers.new))

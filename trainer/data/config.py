@@ -40,8 +40,6 @@ class PrepareOptions:
     """Columns of texts, title,description: each becomes a feature, the vectors of its texts."""
     embed_with: str = NGRAMS
     """What makes vectors of texts: ngrams (n-grams of letters and an SVD), or the encoder of a plugin."""
-    min_feature_count: int = 1
-    """Values of features with fewer occurrences become unknown."""
     max_rejects: float = 0.01
     """Share of malformed lines above which the job stops (not for demo and demo-…)."""
     seed: int = 0
@@ -89,7 +87,7 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if self.append:
-            kept = dict.fromkeys(("min_user_actions", "min_item_actions", "min_feature_count"), "it keeps all actions")
+            kept = dict.fromkeys(("min_user_actions", "min_item_actions"), "it keeps all actions")
             for name, why in (kept | dict.fromkeys(("embed", "embed_with"), "the dataset has its features")).items():
                 if getattr(self, name) not in (getattr(PrepareOptions, name), 0):
                     flag = f"--{name.replace('_', '-')}"
@@ -104,7 +102,6 @@ class PrepareOptions:
             raise ValueError(f"no data format named {self.name!r}{near}; there are: {known}")
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
-        require(self.min_feature_count >= 1, "--min-feature-count", self.min_feature_count, "1 or more")
         if self.embed and not self.embedded_columns:
             raise ValueError(f"--embed is {self.embed!r:.80}; it must be names of columns, such as title,description")
         if self.embed_with != NGRAMS and not (self.embed or self.schema):

@@ -27,8 +27,7 @@
         last_actions       {51, 201: {actions, items}}: what is left if each user has so many last actions alone, as the
                            paper's table of datasets counts
         filters            {where: [condition], keep_duplicates, shown: [condition], min_item_actions, min_user_actions,
-                           min_feature_count, removed: {filter: {users, items, actions}}}, in the order in which they
-                           were applied
+                           removed: {filter: {users, items, actions}}}, in the order in which they were applied
         read               {users, items, actions} counts before the filters
         times              {unit, first, last, tied_actions, users_that_end_tied}: s, ms, us or ns since 1970, or null
                            for other numbers; the first and the last time; actions that have the time of another one of

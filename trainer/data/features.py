@@ -145,14 +145,12 @@ class Features:
 def make_features(
     columns: Sequence[RawColumn],
     item_ids: pa.StringArray,
-    min_count: int,
     keep: Callable[[np.ndarray], Any] = lambda values: values,
     unit: str = "",
     embed_with: str = NGRAMS,
 ) -> Features:
-    """Encodes columns as features. Values with fewer than `min_count` occurrences, over all features that share the
-    table, become unknown. Columns are read one after the other; `keep` takes what is made of those of actions, and
-    returns something that can be sliced like it. `unit` is that of the actions' times; "" if they are no dates.
+    """Encodes columns as features. Columns are read one after the other; `keep` takes what is made of those of actions,
+    and returns something that can be sliced like it. `unit` is that of the actions' times; "" if they are no dates.
     `embed_with` names the encoder of texts.
 
     Raises ValueError where values do not fit the kind that was stated.
@@ -204,9 +202,7 @@ def make_features(
             features.append(Feature(*said, {}, unit if form.dated else "", *of_texts))
             numbers[np.isnan(numbers)] = mean
             made[column.name] = Column(kept(numbers))
-    values = {ITEM: item_ids} | {
-        table: _vocabulary(codes, min_count) for table, codes in sharing.items() if table != ITEM
-    }
+    values = {ITEM: item_ids} | {table: _vocabulary(codes) for table, codes in sharing.items() if table != ITEM}
     tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
     for feature in features:
         if feature.name in coded:
@@ -827,18 +823,10 @@ def _code_text_lists(values: pa.DictionaryArray) -> Codes:
     return Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], np.cumsum(counts)]))
 
 
-def _vocabulary(features: Sequence[tuple[pa.StringArray, np.ndarray]], min_count: int) -> pa.StringArray:
-    """The values with enough occurrences in all features of a table together, in order; given texts and counts."""
-    table = pa.table(
-        {
-            "value": pa.concat_arrays([texts for texts, _ in features]),
-            "count": np.concatenate([counts for _, counts in features]),
-        },
-        schema=pa.schema({"value": pa.string(), "count": pa.int64()}),
-    )
-    summed = table.group_by("value").aggregate([("count", "sum")])
-    often = summed.filter(pc.greater_equal(summed["count_sum"], max(min_count, 1)))["value"].combine_chunks()
-    return often.take(pa.array(order_of_texts(often)))
+def _vocabulary(features: Sequence[tuple[pa.StringArray, np.ndarray]]) -> pa.StringArray:
+    """The values that occur in some feature of a table, in order; given texts and counts."""
+    there = pa.concat_arrays([texts.filter(pa.array(counts > 0)) for texts, counts in features]).unique()
+    return there.take(pa.array(order_of_texts(there)))
 
 
 def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:

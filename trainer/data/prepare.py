@@ -61,7 +61,7 @@ from logitmix.trainer.data.spool import Pieces, current, head, spooling, whole
 from logitmix.trainer.data.times import unit_of
 from logitmix.trainer.data.writer import DatasetContents, finish_dataset
 
-FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions", "min_feature_count")
+FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
 TITLE = "title"
 WHOLE = 30
 """Bytes for each action while a further column of the actions becomes a feature."""
@@ -369,7 +369,7 @@ def _features(
     if known:
         chosen, notes = as_in_schema(chosen, known.schema, known.encoders, of_owner)
     try:
-        made = make_features(chosen, ordered.item_ids, options.min_feature_count, _keep, unit, options.embed_with)
+        made = make_features(chosen, ordered.item_ids, _keep, unit, options.embed_with)
         return replace(made, notes=[*notes, *made.notes])
     except ValueError as error:
         # A stated kind may not fit its column.

@@ -1,5 +1,4 @@
 import datetime
-from collections import Counter
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
@@ -35,8 +34,8 @@ ITEMS = pa.array(["x", "y", "z"])
 OWNERS: tuple[Owner, ...] = ("item", "user", "event")
 
 
-def made(*columns: RawColumn, min_count: int = 1) -> Features:
-    return make_features(columns, ITEMS, min_count)
+def made(*columns: RawColumn) -> Features:
+    return make_features(columns, ITEMS)
 
 
 def texts_of(features: Features, name: str) -> list[Any]:
@@ -148,14 +147,14 @@ def test_dates_are_told_from_values_where_the_times_of_actions_are_dates(values:
     assert infer_kind(filled(column), unit="s") == kind
     # Users have no age at a request, and neither have items where times are an order.
     for owner, unit in (("user", "s"), ("item", "")):
-        features = make_features([RawColumn("given", owner, column)], ITEMS, 1, unit=unit)  # type: ignore[arg-type]
+        features = make_features([RawColumn("given", owner, column)], ITEMS, unit=unit)  # type: ignore[arg-type]
         assert all(of.kind != "date" for of in features.schema.features)
         assert not pa.types.is_temporal(column.type) or "given" in features.unused
 
 
 def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
     values = ["2024-01-31", "1969-12-31T12:00:00Z", "", "2024-01-31 01:00+01:00", *DAYS, "soon"]
-    features = make_features([RawColumn("released", "item", pa.array(values))], ITEMS, 1, unit="ms")
+    features = make_features([RawColumn("released", "item", pa.array(values))], ITEMS, unit="ms")
     assert features.schema.features[1] == Feature("released", "item", "date", mean=NO_DATE, unit="ms")
     found = features.columns["released"].values
     assert found[:4].tolist() == [19_753, -0.5, NO_DATE, 19_753] and found[-1] == NO_DATE
@@ -165,7 +164,7 @@ def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
         "released: 1 value is no date and counts as missing, such as 'soon'",
     ]
     stated = RawColumn("released", "item", pa.array([1_706_659_200_000, None, 0]), "date")
-    found = make_features([stated], ITEMS, 1, unit="s").columns["released"].values
+    found = make_features([stated], ITEMS, unit="s").columns["released"].values
     assert found.tolist() == [19_753, NO_DATE, 0]
 
 
@@ -182,7 +181,7 @@ def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
 )
 def test_what_are_no_dates_of_items_is_refused(owner: Owner, values: list[Any], unit: str, problem: str) -> None:
     with pytest.raises(ValueError) as error:
-        make_features([RawColumn("released", owner, pa.array(values), "date")], ITEMS, 1, unit=unit)
+        make_features([RawColumn("released", owner, pa.array(values), "date")], ITEMS, unit=unit)
     assert str(error.value).startswith(f"feature released {problem}")
 
 
@@ -314,17 +313,6 @@ def test_whole_numbers_are_the_same_however_they_are_written() -> None:
         assert features.columns["year"].values[:4].tolist() == expected.columns["year"].values.tolist()
 
 
-def test_rare_values_become_unknown_counted_over_all_features_of_a_table() -> None:
-    columns = (
-        RawColumn("brand", "item", pa.array(["b", "a", "b", "c"]), "id"),
-        RawColumn("favorites", "user", pa.array(["c|a|d", "c"]), "ids", "brand"),
-    )
-    features = made(*columns, min_count=3)
-    assert features.vocabularies["brand"].to_pylist() == [None, "c"]
-    assert (texts_of(features, "brand"), texts_of(features, "favorites")) == (["", "", "", "c"], [["c", "", ""], ["c"]])
-    assert made(*columns, min_count=2).vocabularies["brand"].to_pylist() == [None, "a", "b", "c"]
-
-
 def test_values_that_no_row_has_are_no_part_of_a_vocabulary() -> None:
     """The dictionary of a column may know more than the rows that the filters have left."""
     column = pa.array(["b", "a", "c", "b"]).dictionary_encode().take(pa.array([0, 3, 1]))
@@ -405,25 +393,17 @@ value = (
 )
 
 
-@given(st.lists(st.none() | value, min_size=1), st.lists(st.none() | st.lists(value)), st.integers(1, 3))
-def test_any_text_comes_back(single: list[str | None], lists: list[list[str] | None], min_count: int) -> None:
+@given(st.lists(st.none() | value, min_size=1), st.lists(st.none() | st.lists(value)))
+def test_any_text_comes_back(single: list[str | None], lists: list[list[str] | None]) -> None:
     joined = [None if row is None else "|".join(row) for row in lists]
     features = made(
         RawColumn("one", "item", pa.array(single, pa.string()), "id"),
         RawColumn("some", "user", pa.array(lists, pa.list_(pa.string())), "ids", "one"),
         RawColumn("split", "event", pa.array(joined, pa.string()), "ids"),
-        min_count=min_count,
     )
     plain = [[text for text in row or [] if text] for row in lists]
-    split_counts = Counter(text for row in plain for text in row)
-    counts = split_counts + Counter(text for text in single if text)
-
-    def known(text: str | None, counts: Counter[str]) -> str:
-        return text if text and counts[text] >= min_count else ""
-
-    assert texts_of(features, "one") == [known(text, counts) for text in single]
-    assert texts_of(features, "some") == [[known(text, counts) for text in row] for row in plain]
-    assert texts_of(features, "split") == [[known(text, split_counts) for text in row] for row in plain]
+    assert texts_of(features, "one") == [text or "" for text in single]
+    assert texts_of(features, "some") == texts_of(features, "split") == plain
 
 
 def named(*names: tuple[str, Owner]) -> str:

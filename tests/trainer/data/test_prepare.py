@@ -91,7 +91,6 @@ def test_users_and_items_are_numbered_and_sorted(table: Path, tmp_path: Path) ->
             "shown": [],
             "min_item_actions": 0,
             "min_user_actions": 1,
-            "min_feature_count": 1,
             "removed": dict.fromkeys(STEPS, NOTHING),
         },
         "read": {"users": 3, "items": 3, "actions": 6},
@@ -420,7 +419,7 @@ def test_settings_that_a_source_does_not_use_are_refused(name: str) -> None:
             problem = rf"^{name} takes no --{setting.replace('_', '-')}; leave it out \(it is for {takers}\)$"
             with pytest.raises(ValueError, match=problem):
                 PrepareOptions(name, **{setting: value})
-    PrepareOptions(name, schema="s", where=("user = 1",), min_feature_count=2, min_item_actions=2, overwrite=True)
+    PrepareOptions(name, schema="s", where=("user = 1",), min_item_actions=2, overwrite=True)
 
 
 def test_the_output_is_named_after_the_data() -> None:

@@ -120,7 +120,7 @@ LISTS = "".join(f"u{n % 30},a{n % 9} b{n % 4} c{n},{n}\n" for n in range(200))
 MIXED = numbered(lambda n: f"{n % 12 if n % 2 else f'x{n}'},i{n % 5},{n}")
 CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "csv": (write(csv_of()), {}),
-    "filters": (write(csv_of()), {"min_user_actions": 10, "min_item_actions": 6, "min_feature_count": 3}),
+    "filters": (write(csv_of()), {"min_user_actions": 10, "min_item_actions": 6}),
     "duplicates stay": (write(csv_of()), {"keep_duplicates": True, "min_item_actions": 2}),
     "conditions": (
         write(csv_of()),

@@ -231,12 +231,6 @@ def test_later_actions_say_nothing_about_the_user(shop: Path) -> None:
     assert dataset.vocabulary("plan") == ["", "a"]
 
 
-def test_rare_values_are_unknown(shop: Path) -> None:
-    dataset, _ = of_shop(shop, min_feature_count=3)
-    assert dataset.vocabulary("shelf") == ["", "top"] and dataset.vocabulary("action") == ["", "click"]
-    assert json.loads(dataset.description())["filters"]["min_feature_count"] == 3
-
-
 def test_features_keep_to_the_actions_that_the_filters_leave(shop: Path) -> None:
     dataset, _ = of_shop(shop, min_item_actions=2)
     assert dataset.raw_ids() == ["a", "c"]
