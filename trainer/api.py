@@ -15,13 +15,12 @@ several processes, start them with `logitmix train --processes N`, torchrun or t
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from logitmix.comm.process_group import process_group
-from logitmix.common.mappings import nearest, require
+from logitmix.common.mappings import from_mapping, require
 from logitmix.common.messages import naming_urls, say, shown
 from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import fetch_run, path_of
@@ -53,10 +52,8 @@ load_plugins()
 def prepare(name: str, **options: Any) -> dict[str, Any]:
     """Writes a dataset directory and returns the content of its dataset.json. The options are those of
     `PrepareOptions`: source, out, items, users, …"""
-    known = [entry.name for entry in fields(PrepareOptions)]
-    for option in options:
-        require(option in known, "the option of prepare", f"{option!r}{nearest(option, known)}", f"among {known}")
-    chosen = PrepareOptions(name, **options)
+    tree = {option: str(value) if isinstance(value, Path) else value for option, value in options.items()}
+    chosen = from_mapping(PrepareOptions, {"name": name, **tree}, "prepare")
     description = preparing.prepare(chosen)
     return Shown(description, shown(summarize(description, chosen.directory)))
 
@@ -79,7 +76,7 @@ def train(
     require(known, "callbacks", f"{callbacks!r:.40}", "a list of objects of subclasses of Logger")
     settings = {} if settings is None else settings
     require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
-    require(type(scale) is int, "scale", f"{scale!r:.40}", "a whole number")
+    _require_whole(scale=scale)
     items = settings.get("data.items")
     most_items = items if isinstance(items, int) and items > 0 else 0
     config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, most_items)
@@ -104,6 +101,8 @@ def evaluate(
     (evaluate.groups) and `want` (evaluate.want) where they are given; on the test part, of its refit if there is
     one."""
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
+    _require_whole(threads=threads)
+    _require_names(groups=groups or ())
     results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads, groups, want)
     return shown_metrics(results, f"{run}: {_of_step(split, results)}")
 
@@ -126,10 +125,9 @@ def compare(
     """Simple and learned methods on a dataset directory, each with so many minutes, the learned ones with each of so
     many seeds; returns the content of the folder's compare.json. The settings are by name, of the sections data and
     evaluate, or model.features: {"data.split": "time"}."""
-    numbers = (("minutes", minutes, (int, float)), ("threads", threads, (int,)), ("seeds", seeds, (int,)))
-    for name, value, kinds in numbers:
-        require(isinstance(value, kinds) and not isinstance(value, bool), name, f"{value!r:.40}", "a number")
-    require(not isinstance(methods, str), "methods", f"{methods!r:.40}", "a list")
+    require(isinstance(minutes, int | float) and type(minutes) is not bool, "minutes", f"{minutes!r:.40}", "a number")
+    _require_whole(threads=threads, seeds=seeds)
+    _require_names(methods=methods)
     found = comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {}, seeds)
     return Shown(found, shown(comparison.as_text(found)))
 
@@ -154,6 +152,7 @@ def export(
     require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
     known = not isinstance(extras, str) and all(name in there for name in extras)
     require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
+    _require_names(filterable=filterable)
     return exporting.export(
         fetch_run(run),
         path_of(out),
@@ -185,6 +184,7 @@ def recommend(
 ) -> dict[str, int]:
     """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
     arguments are those of the command line."""
+    _require_whole(threads=threads)
     options = Options(k, exclude_history=exclude_history, stage1=stage1, boost_new=boost_new)
     asked = recommending.Asked(
         Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit), want
@@ -192,3 +192,14 @@ def recommend(
     export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(export, asked, ranks, threads)
+
+
+def _require_whole(**given: object) -> None:
+    for name, value in given.items():
+        require(type(value) is int, name, f"{value!r:.40}", "a whole number")
+
+
+def _require_names(**given: Collection[str]) -> None:
+    for name, value in given.items():
+        names = not isinstance(value, str) and all(isinstance(of, str) for of in value)
+        require(names, name, f"{value!r:.40}", "a list of names")

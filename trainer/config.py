@@ -501,6 +501,7 @@ def with_settings(config: Config, settings: Mapping[str, Any], source: str = "se
         for section in sections:
             node = node.setdefault(section, {})
             require(isinstance(node, dict), name, value, "the name of a setting, such as train.epochs")
+        require(not isinstance(value, Mapping), name, value, "a value of one setting, such as train.epochs")
         if kinds := KINDS.get(name.removeprefix("start.")):
             for other in set(node) - names_of_kind(kinds, value):
                 del node[other]

@@ -18,7 +18,7 @@ def test_from_clicks_to_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture
     """Without a warning, also of libraries."""
     lines = [f"u{user},i{(user + step) % 20},{step}" for user in range(40) for step in range(8)]
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(lines) + "\n")
-    description = api.prepare("table", source=str(tmp_path / "clicks.csv"), out=str(tmp_path / "data"))
+    description = api.prepare("table", source=tmp_path / "clicks.csv", out=tmp_path / "data")
     assert (description["users"], description["items"]) == (40, 20)
     assert "written   40 users, 20 items" in repr(description) and json.loads(json.dumps(description)) == description
     settings = {"data.path": str(tmp_path / "data"), "model.dim": 8, "train.epochs": 1, "train.device": "cpu"}
@@ -52,15 +52,20 @@ def test_settings_go_on_top_by_their_names() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: api.prepare("table", sorce="x"), r"the option of prepare is 'sorce' \(did you mean source\?\)"),
+        (lambda: api.prepare("table", sorce="x"), r"prepare: unknown key sorce \(did you mean source\?\)"),
+        (lambda: api.prepare("table", where="a = 1"), "prepare: where is 'a = 1'; it must be a list"),
+        (lambda: api.prepare("table", min_user_actions="3"), "min_user_actions is '3'; it must be of type int"),
+        (lambda: api.train("demo-mol", "run", {"train": {"epochs": 1}}), "train is .*; it must be a value of one sett"),
         (lambda: api.train("demo-mol", "run", ["train.epochs"]), "settings is .*; it must be a mapping"),
         (lambda: api.train("demo-mol", "run", callbacks=[print]), "callbacks is .*; it must be a list of objects of"),
         (lambda: api.train("demo-mol", "run", callbacks=api.Logger()), "callbacks is .*; it must be a list of objects"),
         (lambda: api.evaluate("run", "tset"), "split is 'tset'; it must be test or validation"),
+        (lambda: api.evaluate("run", groups="country"), "groups is 'country'; it must be a list of names"),
         (lambda: api.compare("data", "out", "1"), "minutes is '1'; it must be a number"),
-        (lambda: api.compare("data", "out", 1, threads=1.5), "threads is 1.5; it must be a number"),
+        (lambda: api.compare("data", "out", 1, threads=1.5), "threads is 1.5; it must be a whole number"),
         (lambda: api.compare("data", "out", 1, "dot"), "methods is 'dot'; it must be a list"),
         (lambda: api.export("run", "out", precision="fp8"), "precision is 'fp8'; it must be among"),
+        (lambda: api.export("run", "out", filterable="price"), "filterable is 'price'; it must be a list of names"),
         (lambda: api.export("run", "out", extras="faiss"), "extras is 'faiss'; it must be a list of some of"),
     ],
 )
