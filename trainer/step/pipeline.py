@@ -33,9 +33,10 @@ State = Literal[
 ]
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
-"""Phases of a step. all_to_all is the exchange of rows in both directions: ids and rows out, gradients back, codec,
-waiting for other ranks, and the tables' lookup and update. forward includes most of the loss's backward, which runs
-there block by block; backward is the rest: the towers, the encoder and the sum of gradients over ranks."""
+"""Phases of a step. data is waiting for the next batch, and its copy to the device. all_to_all is the exchange of rows
+in both directions: counts, ids and rows out, gradients back, codec, waiting for other ranks, and the tables' lookup and
+update. forward includes most of the loss's backward, which runs there block by block; backward is the rest: the towers,
+the encoder and the sum of gradients over ranks."""
 
 
 class Clock:
@@ -174,8 +175,7 @@ class Pipeline:
         self.step += 1
         self.clock.exact = self.logged
         self.batch, rows = self._next
-        with self.clock("data"):
-            self._next = self._prefetch(self.step)
+        self._next = self._prefetch(self.step)
         with self.clock("all_to_all"):
             self.rows = rows.wait()
             if self._next and not self.model.stream:
@@ -316,8 +316,7 @@ class Pipeline:
     def _send_rows(self) -> None:
         """Sends the rows of the next batch, if no earlier step has sent them."""
         if self._next is None:
-            with self.clock("data"):
-                self._next = self._prefetch(self.step)
+            self._next = self._prefetch(self.step)
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
         assert self._next
         with self.clock("all_to_all"):
@@ -327,12 +326,15 @@ class Pipeline:
         """Batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""
         if number >= self.total:
             return None
-        making = self._making or self._thread.submit(self.make_batch, number)
-        batch = making.result()
-        self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
-        batch = self.model.placed(batch, number + 1)
-        rows = self.model.row_exchange(batch.ids)
-        return Prefetched(self.model.to_device(batch), rows)
+        with self.clock("data"):
+            making = self._making or self._thread.submit(self.make_batch, number)
+            batch = making.result()
+            self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
+        with self.clock("all_to_all"):
+            batch = self.model.placed(batch, number + 1)
+            rows = self.model.row_exchange(batch.ids)
+        with self.clock("data"):
+            return Prefetched(self.model.to_device(batch), rows)
 
     def _set_learning_rates(self) -> None:
         config = self.model.config
