@@ -8,6 +8,11 @@ epochs, new projections. HR@10 is that of the test items; recall is the share of
 whole corpus that the two stages return among their best 10 and 100. Then the precisions of the item cache: the share of
 FP32's best 100 items of the whole corpus that each returns, for 1,000 users, and for FP32 the largest difference to the
 scores of the trained model, relative to the largest score.
+
+    python -m benchmarks.cascade --generate FOLDER
+
+writes clicks.csv and items.csv of 25,000 users and 200,000 items, for `prepare table`: users move on along the rings of
+items of five of 2,000 topics.
 """
 
 import statistics
@@ -16,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -48,12 +54,13 @@ ARMS = ("co-trained", "post-hoc")
 
 @dataclass(frozen=True)
 class Options:
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()
     shares: str = "0.01,0.02,0.05,0.1,0.2,0.5"
     """k', as shares of the corpus."""
     threads: int = 1
     plot: str = ""
     """A picture of recall against k'."""
+    generate: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,10 @@ class Trained:
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
+    if options.generate:
+        return generate(Path(options.generate))
+    if not options.runs:
+        raise SystemExit("give a RUN, or --generate FOLDER")
     shares = [float(share) for share in options.shares.split(",")]
     console = Console(stderr=True)
     results = [measured(Path(run), shares) for run in track(options.runs, "measuring", console=console)]
@@ -97,6 +108,24 @@ def main(options: Options) -> None:
     if options.plot:
         plot(results, shares, Path(options.plot))
     show(results, shares, setting)
+
+
+def generate(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    random, U, L, T, ring, interests = np.random.default_rng(0), 25_000, 30, 2_000, 100, 5
+    weight_T = np.arange(1, T + 1) ** -0.5
+    topic = random.choice(T, (U, interests), p=weight_T / weight_T.sum())
+    place, active, every = random.random((U, interests)) * ring, random.integers(0, interests, U), np.arange(U)
+    with (folder / "clicks.csv").open("w") as file:
+        file.write("user,item,timestamp\n")
+        for time in range(L):
+            active = np.where(random.random(U) < 0.2, random.integers(0, interests, U), active)
+            at = place[every, active]
+            item = topic[every, active] * ring + np.round(at + random.normal(0, 0.03 * ring, U)).astype(int) % ring
+            place[every, active] = (at + 0.055 * ring) % ring
+            file.writelines(f"u{user},{of},{time}\n" for user, of in enumerate(item))
+    rows = (f"{item},t{item // ring},p{item % ring // 2}\n" for item in range(T * ring))
+    (folder / "items.csv").write_text("item,topic,place\n" + "".join(rows))
 
 
 def measured(run: Path, shares: list[float]) -> dict[str, dict[str, float]]:

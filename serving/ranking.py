@@ -111,7 +111,7 @@ class Ranker:
         Ranker's group."""
         group = group or self.group
         device, few = self.items.device, task.few
-        k, kept = min(task.k, self._num_items), task.options.kept
+        k, kept = min(task.k, self._num_items), task.options.kept(self._num_items)
         query = each(task.query, lambda part: part.to(device))
         may = self.may(task) if task.may is None else task.may
         best_BK = torch.full((len(few), k), NOTHING, device=device)
@@ -139,8 +139,9 @@ class Ranker:
         only: Allowed | None = None,
     ) -> list[bool]:
         """Task.few. Of one stage, a list is few, and what a tenth of the items fulfill."""
-        two_stages = query.hindexer is not None and options.kept < self._num_items
-        most = options.kept if two_stages else self._num_items // 10
+        kept = options.kept(self._num_items)
+        two_stages = query.hindexer is not None and kept < self._num_items
+        most = kept if two_stages else self._num_items // 10
         found = []
         for some, conditions in zip(allowed, where, strict=True):
             may = self._may(conditions, only)

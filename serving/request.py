@@ -16,8 +16,12 @@ from logitmix.serving.directory.format import Contents
 from logitmix.serving.expression import Filters
 from logitmix.serving.texts import FEW
 
-STAGE_1 = 100_000
-"""Items that stage 1 keeps unless told otherwise; the paper's k'."""
+STAGE_1, LEAST_OF_STAGE_1, SHARE_OF_STAGE_1 = 100_000, 10_000, 0.01
+"""The most and the fewest items that stage 1 keeps unless told otherwise, and the share of all items between them: the
+paper's k', of 10 million."""
+MANY = 1024
+"""Items of an answer for which stage 1 keeps the most. A power of 2, so that a request does not depend on the others of
+its batch (batcher.Question.group)."""
 UNKNOWN = -1
 """Instead of an item's index: an unknown item."""
 _LISTS, _LONGEST = 32, 2**14
@@ -75,7 +79,7 @@ class Options:
     exclude_history: bool | None = None
     """Whether all items of a history are left out of the ranking; None: as the model was evaluated."""
     stage1: int | None = None
-    """Items that the h-indexer keeps for the similarity to rank, at least k; None: 100,000, or k if that is more."""
+    """Items that the h-indexer keeps for the similarity to rank, at least k; None: as `kept` says."""
 
     explain: bool = False
     """Whether each item of an answer says why it is there; for a k of at most 100."""
@@ -104,10 +108,13 @@ class Options:
         if self.unknown not in get_args(UnknownIds):
             raise ValueError(f"unknown is {self.unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
 
-    @property
-    def kept(self) -> int:
-        """K: items that stage 1 keeps."""
-        return max(STAGE_1, self.k) if self.stage1 is None else self.stage1
+    def kept(self, num_items: int) -> int:
+        """K: items that stage 1 keeps of so many. By default a hundredth, but from 10,000 to 100,000; for a k from
+        1,024 on 100,000, or k if that is more."""
+        if self.stage1 is not None:
+            return self.stage1
+        least = LEAST_OF_STAGE_1 if self.k < MANY else STAGE_1
+        return max(self.k, min(STAGE_1, max(least, round(SHARE_OF_STAGE_1 * num_items))))
 
 
 @dataclass(frozen=True)

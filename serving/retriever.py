@@ -29,7 +29,7 @@ from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
 from logitmix.serving.ranking import Ranker, Task, each
-from logitmix.serving.request import STAGE_1, UNKNOWN, Asked, Options, Request, RequestReader, UnknownIds
+from logitmix.serving.request import UNKNOWN, Asked, Options, Request, RequestReader, UnknownIds
 from logitmix.serving.topk import NOTHING, boosted, merge, split_keys
 
 _FIRST, _GROWTH = 4, 16
@@ -160,9 +160,9 @@ class Retriever:
 
         The last L items of a history are encoded (the model's L). `exclude_history` leaves all items of the history out
         of the ranking; the default is how the model was evaluated. Features of users and events, including recency, are
-        unknown here. The h-indexer keeps `stage1` items (by default 100,000, or k if that is more), by products in
-        INT8, which the similarity ranks. If there are no more items than that, or no h-indexer, the similarity ranks
-        the whole corpus.
+        unknown here. The h-indexer keeps `stage1` items (by default as Options.kept says), by products in INT8, which
+        the similarity ranks. If there are no more items than that, or no h-indexer, the similarity ranks the whole
+        corpus.
 
         Raises ValueError for an empty history, for a value that is not an item index, and for a k below 1 or above
         `stage1`; WrittenInPlace, an OSError, if a file of the export has been written to.
@@ -335,7 +335,7 @@ class Retriever:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Answers once from the items of this process alone: the first answer takes longer than all others."""
-        if self.tower.hindexer is not None and self.num_items > STAGE_1:
+        if self.tower.hindexer is not None and self.num_items > Options().kept(self.num_items):
             assert self._ranker.corpora is not None
         self.raw_ids.places([])
         self._ranker.best(self._task([self._reader.checked([0], 0)], Options(1), None, 1), Group())

@@ -30,6 +30,7 @@ from logitmix.serving import programs as loaded_programs
 from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.model import Precision, named
 from logitmix.serving.programs import load_program
+from logitmix.serving.request import Options
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.stored_table import StoredTable
 from logitmix.trainer.export import programs
@@ -372,7 +373,7 @@ def test_programs_name_no_place_of_this_machine_and_are_the_same_each_time(origi
 @pytest.mark.slow
 @pytest.mark.parametrize("stage1", [12, X])
 def test_torch_alone_runs_what_the_compiler_made(tmp_path: Path, stage1: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "STAGE_1", stage1)
+    monkeypatch.setattr(Options, "kept", lambda *_: stage1)
     model = small_model("mol", X, schema=EVERY_KIND)
     served = export_small(model, tmp_path / "served", extras=["programs"])
     for kind in ("", ".aoti"):

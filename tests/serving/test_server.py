@@ -38,6 +38,7 @@ from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
 from logitmix.serving.batcher import BATCH, Answer, Batcher, ClientGone, Question, QueueFull
+from logitmix.serving.body import MAX_K
 from logitmix.serving.body import parse as parse_body
 from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.guards import Allowed, read_token
@@ -314,6 +315,16 @@ def test_a_batch_does_not_hold_too_many_rows(nothing_found: list[list[int]], mon
 
 def test_large_k_is_answered_apart() -> None:
     assert question({}, 10).group == question({}, 8).group != question({}, 16).group
+
+
+def test_stage_1_keeps_a_hundredth_whatever_other_requests_of_the_batch_ask_for() -> None:
+    for k, kept in ((10, [10_000, 10_000, 15_000, 100_000]), (1024, [100_000] * 4), (200_000, [200_000] * 4)):
+        assert [Options(k).kept(X) for X in (10, 1_000_000, 1_500_000, 10**9)] == kept
+        assert Options(k, stage1=k + 1).kept(10**9) == k + 1
+    kept_by: dict[object, set[int]] = {}
+    for k in range(1, MAX_K + 1):
+        kept_by.setdefault(question({}, k).group, set()).add(Options(k).kept(1_500_000))
+    assert all(len(kept) == 1 for kept in kept_by.values())
 
 
 def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """How many items."""
     stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: a tenth)")] = None
     """K': items that the h-indexer keeps for the similarity to rank. By default a tenth of the export's, but at least
-    5 k and 500, and at most 100,000; with --limit 100,000."""
+    5 k and 500, and no more than `serve` keeps; with --limit as many as that."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""
 

@@ -67,7 +67,7 @@ class Arguments(JSONOption, ItemProcessesOption):
     """What to do with unknown ids of the history: refuse them, skip them, or use an unknown item for them."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
     """How many items."""
-    stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 100,000)")] = None
+    stage1: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 1 %, from 10,000)")] = None
     """K': items that the h-indexer keeps for the similarity to rank."""
     exclude_history: HistoryRule = "auto"
     """Leave items of the history out; auto: as in the run's evaluation."""

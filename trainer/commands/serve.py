@@ -32,7 +32,8 @@ class Arguments:
     threads: int = 0
     """CPU threads of the model; torch's default when 0, and all cores divided among the workers."""
     stage1: int | None = None
-    """Items that the h-indexer keeps, for requests that do not say; 100,000 otherwise."""
+    """Items that the h-indexer keeps, for requests that do not say. By default a hundredth of all, but from 10,000 to
+    100,000; for a k of 1,024 or more 100,000."""
     boost_new: float = 0.0
     """Added to the scores of new items, for requests that do not say: those for which the filterable column new is not
     0."""

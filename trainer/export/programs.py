@@ -6,8 +6,8 @@ query_tower   vectors [B, L, D] of histories' items, oldest first, zeros behind 
 item_tower    own_row [V, W], the items' rows of the item table; features item_NAME -> item_vector, from which histories
               are encoded, item_similarity_0, …, item_hindexer_0
 cascade       what both return of queries and of the corpus's items, but the vectors; excluded int64 [B, E], indices of
-              items to leave out, -1 for none -> items int64 and scores FP32 [B, K]: the h-indexer's best STAGE_1, or
-              the whole corpus where it has no more, ranked by the similarity
+              items to leave out, -1 for none -> items int64 and scores FP32 [B, K]: the h-indexer's best, as
+              many as a Retriever keeps, or the whole corpus where it has no more, ranked by the similarity
 
 Features are those of users [B, ...], events [B, L, ...] or items [V, ...]. Kind id: int64, the row of the feature's
 table, which is its value's place in the vocabulary. Kind ids: int64 [..., S], such rows with -1 behind them. What a
@@ -44,7 +44,7 @@ from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import ONNX, PROGRAMS, Contents, Entries
 from logitmix.serving.model import OWN_ROW, named, trained_tower
 from logitmix.serving.programs import capabilities
-from logitmix.serving.request import STAGE_1
+from logitmix.serving.request import Options
 from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.topk import NOTHING, rank_keys, split_keys
 from logitmix.trainer.quiet import quietly
@@ -274,7 +274,8 @@ def programs_of(contents: Contents) -> dict[str, _Program]:
     """By name."""
     tower = trained_tower(contents.about.model, contents.about.schema, contents.weights)
     query, item = QueryProgram(tower, contents.tables), ItemProgram(tower, contents.tables)
-    cascade = CascadeProgram(query, item, contents.about.num_items, TOP_K, STAGE_1)
+    X = contents.about.num_items
+    cascade = CascadeProgram(query, item, X, TOP_K, Options(TOP_K).kept(X))
     return {"query_tower": query, "item_tower": item, "cascade": cascade}
 
 

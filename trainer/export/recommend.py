@@ -182,7 +182,7 @@ def _with_stage_1(asked: Asked, retriever: Retriever, only: Allowed | None, tell
     options, X = asked.options, retriever.num_items
     if options.stage1 is not None or asked.limit or retriever.tower.hindexer is None:
         return asked
-    kept = min(options.kept, max(LEAST, 5 * options.k, X // 10))
+    kept = min(options.kept(X), max(LEAST, 5 * options.k, X // 10))
     if kept < (X if only is None else only.count):
         tell(f"the h-indexer keeps {kept:,} of {X:,} items for each answer; --stage1 {X} ranks all by the similarity")
     return replace(asked, options=replace(options, stage1=kept))
@@ -295,7 +295,7 @@ def _answers(
     order_B, by_length_B = block.argsort(), block[histories.lengths(block).argsort(kind="stable")]
     size = BATCH
     if retriever.tower.hindexer is not None:
-        size = max(1, min(BATCH, CANDIDATES // min(options.kept, retriever.num_items)))
+        size = max(1, min(BATCH, CANDIDATES // min(options.kept(retriever.num_items), retriever.num_items)))
     for start in range(0, len(block), size):
         for some, read, excluded in histories.read(by_length_B[start : start + size], exclude):
             at = order_B[np.searchsorted(block, some, sorter=order_B)]
