@@ -7,8 +7,9 @@
 - hindexer: by the weight of stage 1's loss, and with that loss detached from the tables, the towers and the encoder.
 - features: dot product and mixture of logits with ids alone and with features of users and items.
 - own: alternatives to the recipe `auto`, each trained for --minutes in FP32, by which `auto` was chosen.
-- similarity: dot product and mixture of logits for --minutes, on the demo and on a control of low rank, which a dot
-  product can represent.
+- similarity: dot product and mixture of logits for --minutes, on the demo, on a control of low rank, which a dot
+  product can represent, and on `interests`: users of four of 256 topics each, which nothing joins, who go on to any
+  item of another of their four.
 
 An arm is one or several of an experiment's changes, joined by +. Runs of a seed start from the same weights and see the
 same batches. The table gives the means over the seeds with HR@10's range, and the mean difference to the first arm with
@@ -29,12 +30,15 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pyarrow as pa
 import tyro
+from pyarrow import parquet
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine
+from logitmix.trainer.data.sources.demo import DemoParameters, generate
 from logitmix.trainer.run.metrics import evaluations_since_best
 
 Settings = Mapping[str, str]
@@ -136,7 +140,7 @@ EXPERIMENTS = {
         seeds=1,
     ),
     "similarity": Experiment(
-        {"demo": {}, "demo-low-rank": {}},
+        {"demo": {}, "demo-low-rank": {}, "interests": {}},
         {**{f"dot {of}": {"model.similarity.kind": "dot", "model.dim": of, WEIGHT: "0"} for of in ("48", "128", "256")},
          "mol": {"model.similarity.kind": "mol", "model.dim": "64", WEIGHT: "0"},
          "h-indexer": {WEIGHT: "1"}},
@@ -147,6 +151,11 @@ EXPERIMENTS = {
 }  # fmt: skip
 RAW = {"ml-100k": "ml-100k.zip", "ml-1m": "ml-1m.zip", "beauty": "amazon-beauty/beauty.txt.gz"}
 """Files in --source; the last one's lines are `user item`."""
+INTERESTS = DemoParameters(
+    users=4_000, items=4_096, shortest=24, longest=48, popularity_exponent=0, topics=256, fewest_interests=4,
+    most_interests=4, switch=1, focus=0,
+)  # fmt: skip
+"""Of 16 items of each topic, all are equally likely."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +215,13 @@ def main(options: Options) -> None:
 
 
 def prepare(path: Path, dataset: str, source: str) -> None:
-    if not (path / "dataset.json").exists():
+    if dataset == "interests" and not path.exists():
+        made = generate(INTERESTS, seed=0)
+        table = pa.table({"user": made.users, "item": made.items, "timestamp": made.timestamps})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, actions := path.with_suffix(".parquet"))
+        logitmix("prepare", "table", "--source", str(actions), "--out", str(path))
+    elif not (path / "dataset.json").exists():
         raw = dataset.removesuffix("-mol")
         given = ["--source", str(Path(source) / RAW[raw])] if source and raw in RAW else []
         logitmix("prepare", "sequences" if raw == "beauty" else raw, *given, "--out", str(path))
