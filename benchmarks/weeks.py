@@ -61,6 +61,8 @@ class Options:
     """Of one that goes on."""
     settings: str = "--model.encoder.max-length 50"
     """Of all runs."""
+    write: str = ""
+    """A CSV of the actions to write; nothing is measured."""
     plot: str = ""
     """An SVG of HR@10 and CPU seconds by period."""
     reports: tuple[str, ...] = ()
@@ -68,19 +70,24 @@ class Options:
 
 
 def main(options: Options) -> None:
+    if options.write:
+        return _write(options.write, _actions(options))
     reports = [json.loads(Path(of).read_text()) for of in options.reports]
     if not reports:
-        source = Path(options.source).absolute() if options.source else None
+        actions = _actions(options)
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
-            reports = [measured(options, source)]
+            reports = [measured(options, actions)]
         print(json.dumps(reports[0], indent=1))
     if options.plot:
         plot(Path(options.plot), reports)
 
 
-def measured(options: Options, source: Path | None) -> dict[str, Any]:
+def _actions(options: Options) -> Actions:
+    return _movielens(Path(options.source)) if options.source else _passing() if options.passing else _demo()
+
+
+def measured(options: Options, actions: Actions) -> dict[str, Any]:
     """Writes into the current folder."""
-    actions = _movielens(source) if source else _passing() if options.passing else _demo()
     bounds = _bounds(options)
     periods = [
         [action for action in actions if start <= action[0] < end]
@@ -156,8 +163,9 @@ def _movielens(path: Path) -> Actions:
 
 
 def _demo() -> Actions:
-    _cpu(["prepare", "demo", "--out", "demo"])
-    dataset = load_dataset("demo")
+    with tempfile.TemporaryDirectory() as folder:
+        _cpu(["prepare", "demo", "--out", f"{folder}/demo"])
+        dataset = load_dataset(f"{folder}/demo")
     users = np.repeat(np.arange(dataset.num_users), np.diff(dataset.offsets))
     found = zip(dataset.timestamps_flat.tolist(), users.tolist(), dataset.items_flat.tolist(), strict=True)
     return sorted((time, f"u{user}", f"i{item}") for time, user, item in found)

@@ -454,8 +454,8 @@ def _later(features: Features, schema: Schema, days: int) -> Features:
 
 def action_times(times: NDArray[np.integer], place_T: Ints) -> tuple[torch.Tensor, torch.Tensor]:
     """The times [T] of the actions at these places, and those of the actions after them, int64: when the queries that
-    they answer are asked."""
-    time_T, asked_T = (torch.from_numpy(times[place_T + after].astype(np.int64)) for after in (0, 1))
+    they answer are asked. The last action of all stands for one after it."""
+    time_T, asked_T = (torch.from_numpy(times.take(place_T + of, mode="clip").astype(np.int64)) for of in (0, 1))
     return time_T, asked_T
 
 
@@ -474,13 +474,15 @@ class RankingUsers:
     """L: the last L actions of a history are encoded."""
     at_last_action: bool = False
     """Whether the query is asked at the time of the history's last action; else at the target's."""
+    asked_U: Ints | None = None
+    """The times of the targets, where not all are at their `place`; any item then stands for those that are not."""
 
     def __len__(self) -> int:
         return len(self.place)
 
     @property
     def target(self) -> Ints:
-        return self.items[self.place].astype(np.int64)
+        return self.items.take(self.place, mode="clip").astype(np.int64)
 
     @property
     def seen_lengths(self) -> Ints:
@@ -509,14 +511,17 @@ class RankingUsers:
     def times(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`action_times` of these actions."""
         time_T, asked_T = action_times(self.timestamps, self.encoded)
+        last_U = self.lengths.cumsum() - 1
         if self.at_last_action:
-            last_U = self.lengths.cumsum() - 1
             asked_T[last_U] = time_T[last_U]
+        elif self.asked_U is not None:
+            asked_T[last_U] = torch.from_numpy(self.asked_U)
         return time_T, asked_T
 
     def of(self, index: slice | Ints) -> "RankingUsers":
         """Some of the users."""
-        return replace(self, user=self.user[index], first=self.first[index], place=self.place[index])
+        asked_U = None if self.asked_U is None else self.asked_U[index]
+        return replace(self, user=self.user[index], first=self.first[index], place=self.place[index], asked_U=asked_U)
 
     def batches(self, size: int) -> Iterator["RankingUsers"]:
         """Consecutive users, `size` at a time."""

@@ -115,8 +115,7 @@ def within(held: HeldOut, dataset: Dataset) -> HeldOut:
     for split, place_U in held.targets.items():
         there_U = place_U >= 0
         there_U[there_U] = has_X[whole.items_flat[place_U[there_U]]]
-        now_U = _kept_before(np.where(there_U, place_U, whole.offsets[:-1]), whole, has_X)
-        targets[split] = np.where(there_U & (now_U > dataset.offsets[:-1]), now_U, -1)
+        targets[split] = np.where(there_U, asked_places(place_U, dataset), -1)
         if (place_U >= 0).any() and (targets[split] < 0).all():
             raise ValueError(
                 f"data.items is {dataset.num_items}, but no {split} target in {whole.path} is one of these items, with "
@@ -128,6 +127,15 @@ def within(held: HeldOut, dataset: Dataset) -> HeldOut:
         may_T[places] = True
         places = np.flatnonzero(may_T[has_X[whole.items_flat]])
     return HeldOut(_kept_before(held.train_end, whole, has_X), targets, places)
+
+
+def asked_places(place_U: Ints, dataset: Dataset) -> Ints:
+    """Where targets at these places of the whole dataset would stand in the limited one, whether their items are kept
+    or not: behind the kept actions before them; -1 where there are none, and for -1."""
+    assert dataset.whole is not None
+    start_U = dataset.whole.offsets[:-1]
+    now_U = _kept_before(np.where(place_U < 0, start_U, place_U), dataset.whole, dataset.is_kept())
+    return np.where(now_U > dataset.offsets[:-1], now_U, -1)
 
 
 def said_of_limit(config: Config, dataset: Dataset) -> str:

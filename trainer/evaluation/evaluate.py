@@ -25,7 +25,7 @@ from logitmix.trainer.config import Config, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.limited import held_out, limited, said_of_limit, within
+from logitmix.trainer.data.limited import asked_places, held_out, limited, said_of_limit, within
 from logitmix.trainer.data.lookups import Ints, columns_of
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.evaluation.baselines import (
@@ -150,7 +150,8 @@ class Evaluation:
         at_last_action/hr@10, what a model that sees times has if the query is asked at the time of the last action, not
         of the target. Beside them the rank of each user's target [U]. Collective, and equal on all ranks."""
         everyone, num_items = self.users(split), self.dataset.num_items
-        at_N, users = self._ranked(everyone, split)
+        best, missed_U = self._best(split), self.held_out.targets[split][everyone.user] < 0
+        at_N, users = self._ranked(everyone, split, best > 0)
         again = split == "test" and sees_times(tower.config.encoder, tower.schema)
         with counting(split, len(users) * (1 + again), self.ranks.rank == 0) as count:
 
@@ -159,18 +160,18 @@ class Evaluation:
                 count(more)
 
             columns = self._columns(tower.schema, users)
-            batch_size, best = self.config.evaluate.batch_size, self._best(split)
+            batch_size = self.config.evaluate.batch_size
             embedder = Embedder(tower, tables, columns)
             rank = partial(rank_corpus, embedder, num_items)
-            rankings = rank(users, batch_size, self.exclude_history, advance, best).among(at_N, len(everyone))
+            rankings = rank(users, batch_size, self.exclude_history, advance, best).among(at_N, missed_U)
             earlier = None
             if again:
                 found = rank(replace(users, at_last_action=True), batch_size, self.exclude_history, advance)
-                earlier = found.among(at_N, len(everyone))
+                earlier = found.among(at_N, missed_U)
         metrics = metrics_of(rankings, num_items)
         metrics |= {"users": len(everyone), "corpus": num_items, "repeated_targets": float(everyone.repeats().mean())}
         if self.dataset.whole:
-            metrics["targets/left_out"] = 1 - len(at_N) / len(everyone)
+            metrics["targets/left_out"] = float(missed_U.mean())
         if rankings.best_UK is not None:
             metrics["targets/cold"] = _cold(everyone, self.training_counts)
             best_UK = rankings.best_UK.numpy()
@@ -185,13 +186,25 @@ class Evaluation:
         rank_U = rankings.similarity_U.numpy()
         return metrics | self._by_group(rank_U, everyone), rank_U
 
-    def _ranked(self, everyone: RankingUsers, split: Split) -> tuple[Ints, RankingUsers]:
-        """Those whose target has a place in the dataset: where they are among these, and they in the dataset."""
-        place_U, dataset = self.held_out.targets[split][everyone.user], self.dataset
-        at_N = np.flatnonzero(place_U >= 0)
+    def _ranked(self, everyone: RankingUsers, split: Split, missed: bool = False) -> tuple[Ints, RankingUsers]:
+        """Those whose target has a place in the dataset, or also the `missed` ones, if they have a history there: where
+        they are among these, and they in the dataset."""
+        dataset, place_U = self.dataset, self.held_out.targets[split]
+        asked_U = None
+        if dataset.whole and missed:
+            place_U = asked_places(self._of_whole.targets[split], dataset)
+            asked_U = everyone.timestamps[everyone.place].astype(np.int64)
+        at_N = np.flatnonzero(place_U[everyone.user] >= 0)
         user_N = everyone.user[at_N]
-        of_dataset = replace(everyone, items=dataset.items_flat, timestamps=dataset.timestamps_flat)
-        return at_N, replace(of_dataset, user=user_N, first=dataset.offsets[user_N], place=place_U[at_N])
+        return at_N, replace(
+            everyone,
+            items=dataset.items_flat,
+            timestamps=dataset.timestamps_flat,
+            user=user_N,
+            first=dataset.offsets[user_N],
+            place=place_U[user_N],
+            asked_U=None if asked_U is None else asked_U[at_N],
+        )
 
     def ranks_by(self, score: Score, everyone: RankingUsers, split: Split) -> Ints:
         """The ranks of the targets of some of the `users` of a split by another method's scores."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,17 +57,20 @@ class Rankings:
     best_UK: Tensor | None = None
     """The similarity's best K items, if requested (int64); -1 if there are fewer."""
 
-    def among(self, at_N: Ints, users: int) -> "Rankings":
-        """With others, who are missed: so many users in all, these at the places `at_N`."""
+    def among(self, at_N: Ints, missed_U: NDArray[np.bool_]) -> "Rankings":
+        """With others, who are missed: these users at the places `at_N` of U, some of whose targets are missed too."""
 
-        def among(of: Tensor | None, missed: int) -> Tensor | None:
-            return None if of is None else of.new_full((users, *of.shape[1:]), missed).index_copy_(0, at, of)
+        def among(of: Tensor | None, none: int) -> Tensor | None:
+            return None if of is None else of.new_full((len(missed_U), *of.shape[1:]), none).index_copy_(0, at, of)
 
-        at = torch.from_numpy(at_N)
-        ranks = (among(of, NOT_SERVED) for of in (self.similarity_U, self.hindexer_U, self.stage1_UK))
-        similarity_U, hindexer_U, stage1_UK = ranks
+        at, missed = torch.from_numpy(at_N), torch.from_numpy(missed_U)
+        stage1_UK, best_UK = among(self.stage1_UK, NOT_SERVED), among(self.best_UK, -1)
+        similarity_U, hindexer_U = (among(of, NOT_SERVED) for of in (self.similarity_U, self.hindexer_U))
         assert similarity_U is not None
-        return Rankings(similarity_U, hindexer_U, stage1_UK, among(self.best_UK, -1))
+        similarity_U[missed] = NOT_SERVED
+        if hindexer_U is not None:
+            hindexer_U[missed] = NOT_SERVED
+        return Rankings(similarity_U, hindexer_U, stage1_UK, best_UK)
 
 
 @torch.no_grad()

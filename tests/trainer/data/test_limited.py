@@ -12,6 +12,7 @@ import pytest
 import two_ranks
 from small_data import forget_digests, in_memory, small_config, trained_scores, write_dataset
 
+from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Feature
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.config import Config
@@ -20,7 +21,7 @@ from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.limited import held_out, kept_items, limited
-from logitmix.trainer.evaluation.evaluate import evaluate_run
+from logitmix.trainer.evaluation.evaluate import Evaluation, evaluate_run
 from logitmix.trainer.export.delta import export_delta, fold
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
@@ -193,13 +194,23 @@ def test_targets_without_a_row_or_a_history_are_misses(
     missed = len(everyone) - len(served)
     assert (found["users"], found["corpus"], found["targets/left_out"]) == (len(everyone), 12, missed / len(everyone))
     assert found["hr@10"] == (rank_U <= 10).mean() and found["popularity/hr@500"] <= len(served) / len(everyone)
-    # Of those that are ranked, all kept items are among the best 50 but for those of the history.
-    recalls = []
+    # All kept items are among the best 50 but for those of the history, if any of that are kept, whatever the target.
+    recalls, of_missed = [], 0
     for user, first, place in zip(everyone.user, everyone.first, everyone.place, strict=True):
         history, period = whole.items_flat[first:place], {*whole.items_flat[place : whole.offsets[user + 1]].tolist()}
-        found_of = (period & {*dataset.kept.tolist()}) - {*history.tolist()} if user in served.user else {}
+        kept = {*dataset.kept.tolist()}
+        found_of = (period & kept) - {*history.tolist()} if kept & {*history.tolist()} else {}
+        of_missed += bool(found_of) and user not in served.user
         recalls.append(len(found_of) / len(period))
-    assert found["period/recall@50"] == pytest.approx(np.mean(recalls)) and any(recalls)
+    assert found["period/recall@50"] == pytest.approx(np.mean(recalls)) and of_missed
+    # Whose target has no place is asked at its time all the same, given the kept actions before it.
+    with process_group("cpu", 60) as ranks:
+        at_N, users = Evaluation(config, dataset, ranks)._ranked(everyone, "test", missed=True)
+    assert len(served) < len(at_N)
+    assert users.times[1][users.lengths.cumsum() - 1].tolist() == whole.timestamps_flat[everyone.place[at_N]].tolist()
+    for user, seen in zip(at_N, np.split(users.seen, users.seen_lengths.cumsum()[:-1]), strict=True):
+        history = whole.items_flat[everyone.first[user] : everyone.place[user]]
+        assert dataset.kept[seen].tolist() == [item for item in history if item in dataset.kept]
     # Groups are those of the whole dataset, by features of targets that are left out, too.
     groups = [of for name, of in found.items() if name.startswith("groups/brand=") and name.endswith("/users")]
     assert sum(groups) == len(everyone)
