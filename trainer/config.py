@@ -54,6 +54,8 @@ class DataConfig:
     items: int = 0
     """Most items of the run: those with the latest training actions have rows, are ranked and exported. Others are left
     out of histories and targets, and held out they count as misses. 0: all items."""
+    items_after: int = 1
+    """Training actions of an item, below which it is one of data.items only where the others leave room."""
     validation: bool = True
     """Hold out actions for validation, too. Otherwise a run trains on them, and its last checkpoint counts as the
     best."""
@@ -61,6 +63,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         require_no_secrets("data.path", self.path)
         require_from(0, 2**62, "data.items", self.items)
+        require_from(1, 2**62, "data.items_after", self.items_after)
+        if self.items_after > 1 and not self.items:
+            raise ValueError(
+                f"data.items_after is {self.items_after}, but data.items is 0, which keeps all items; set data.items, "
+                "or leave data.items_after out"
+            )
         require(0 < self.held_out < 0.5, "data.held_out", self.held_out, "above 0 and below 0.5")
         if self.held_out != DataConfig.held_out and self.split != "time":
             raise ValueError(

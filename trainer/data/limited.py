@@ -1,10 +1,10 @@
 """The part of a dataset that a run with a limited number of items sees (data.items), and what it holds out.
 
-The items are chosen once, from the dataset and the settings alone: those with the latest training actions, then those
-with more of them, then those of the lowest index. So items without one, whose first action is held out, come last.
-Kept items are numbered 0 … N - 1 in their order, and actions of others are left out, as requests leave unknown items
-out of histories. All that follows sees a dataset of N items, but for evaluation, which counts the targets that have
-no place in it as misses.
+The items are chosen once, from the dataset and the settings alone: first those with data.items_after training actions
+or more; of these and of the others those with the latest ones, then those with more of them, then those of the lowest
+index. So items without one, whose first action is held out, come last. Kept items are numbered 0 … N - 1 in their
+order, and actions of others are left out, as requests leave unknown items out of histories. All that follows sees a
+dataset of N items, but for evaluation, which counts the targets that have no place in it as misses.
 
 Axes: U users, T actions and X items of the whole dataset, N items kept.
 """
@@ -42,7 +42,8 @@ def kept_items(config: Config, dataset: Dataset) -> Ints | None:
     held, last_X = held_out(config, dataset), np.full(dataset.num_items, -LATEST, np.int64)
     for places in held.training_places(dataset):
         np.maximum.at(last_X, dataset.items_flat[places], dataset.timestamps_flat[places])
-    order_X = np.lexsort((-held.training_counts(dataset), -last_X))
+    count_X = held.training_counts(dataset)
+    order_X = np.lexsort((-count_X, -last_X, count_X < config.data.items_after))
     return np.sort(order_X[: config.data.items])
 
 
@@ -152,7 +153,9 @@ def said_of_limit(config: Config, dataset: Dataset) -> str:
         for split, place_U in was.targets.items()
     )
     return (
-        f"the {dataset.num_items:,} with the latest training actions, of {whole.num_items:,} (data.items); the others, "
+        f"the {dataset.num_items:,} with the latest training actions, of {whole.num_items:,} (data.items"
+        + (f"; data.items_after: those with {after} or more first" if (after := config.data.items_after) > 1 else "")
+        + "); the others, "
         f"such as {example!r:.40}, are left out with {actions - left:,} of {actions:,} actions"
         + (f" (users without any then: {emptied:,})" if emptied else "")
         + f"; {missed} targets count as misses: no row, or none before them"

@@ -55,14 +55,9 @@ def actions_of(dataset: Dataset) -> list[tuple[Any, ...]]:
     return list(zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("settings", SPLITS)
-def test_the_latest_items_are_kept(data: Path, settings: dict[str, Any]) -> None:
-    """Of equally late ones those with more actions; those that training never sees come last."""
-    dataset = load_dataset(data)
-    # Few times, so that many are equal.
-    dataset = replace(dataset, timestamps_flat=dataset.timestamps_flat * 6 // dataset.timestamps_flat.max())
-    ends = held_out(small_config(data, settings), dataset).train_end
-    order = []
+def order_of(config: Config, dataset: Dataset) -> list[tuple[int, int, int]]:
+    """Of each item: its latest training action and their number, negated, and its index."""
+    ends, order = held_out(config, dataset).train_end, []
     for item in range(dataset.num_items):
         times = [
             int(dataset.timestamps_flat[at])
@@ -71,12 +66,38 @@ def test_the_latest_items_are_kept(data: Path, settings: dict[str, Any]) -> None
             if dataset.items_flat[at] == item
         ]
         order.append((-max(times, default=-1), -len(times), item))
+    return order
+
+
+@pytest.mark.parametrize("settings", SPLITS)
+def test_the_latest_items_are_kept(data: Path, settings: dict[str, Any]) -> None:
+    """Of equally late ones those with more actions; those that training never sees come last."""
+    dataset = load_dataset(data)
+    # Few times, so that many are equal.
+    dataset = replace(dataset, timestamps_flat=dataset.timestamps_flat * 6 // dataset.timestamps_flat.max())
+    order = order_of(small_config(data, settings), dataset)
     for count in (1, 7, 49):
         kept = kept_items(small_config(data, settings | {"data.items": count}), dataset)
         assert kept is not None and kept.tolist() == sorted(item for *_, item in sorted(order)[:count])
     for count in (0, 50, 51):
         config = small_config(data, settings | {"data.items": count})
         assert kept_items(config, dataset) is None and limited(config, dataset) is dataset
+
+
+def test_items_with_few_training_actions_come_after_all_others(data: Path) -> None:
+    dataset = load_dataset(data)
+    order = order_of(small_config(data), dataset)
+    after = sorted(-actions for _, actions, _ in order)[25]
+    few = [(-actions < after, last, actions, item) for last, actions, item in order]
+    kept_by = {}
+    for count in (7, 25, 40):
+        config = small_config(data, {"data.items": count, "data.items_after": after})
+        kept = kept_items(config, dataset)
+        assert kept is not None and kept.tolist() == sorted(item for *_, item in sorted(few)[:count])
+        kept_by[count] = kept.tolist()
+    assert all(of != sorted(item for *_, item in sorted(order)[:count]) for count, of in kept_by.items())
+    with pytest.raises(ValueError, match=r"data.items_after is 2, but data.items is 0, which keeps all items; set"):
+        small_config(data, {"data.items_after": 2})
 
 
 def test_what_is_held_out_does_not_choose(data: Path) -> None:
