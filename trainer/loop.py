@@ -15,6 +15,7 @@ from logitmix.common.messages import say
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import Stopped, end_lost, require_threads
 from logitmix.modules.config import sees_times
+from logitmix.serving.directory.format import MANIFEST
 from logitmix.trainer.config import Config, model_schema
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -89,7 +90,9 @@ def train(config: Config, run: Path, callbacks: Sequence[Logger] = ()) -> dict[s
 
 
 def require_apart(path: Path, dataset: Dataset, flag: str) -> None:
-    """ValueError for what would be written into the dataset's directory."""
+    """ValueError for what would be written into the dataset's directory, or into an export."""
+    if (path / MANIFEST).is_file():
+        raise ValueError(f"{path} is an export; give another --{flag}")
     if dataset.path.resolve() in (path.resolve(), *path.resolve().parents):
         raise ValueError(
             f"{path} is in the dataset directory {dataset.path}, which may be replaced; give another --{flag}"

@@ -205,13 +205,15 @@ def test_threads_far_above_the_cores_are_refused(tmp_path: Path) -> None:
         train(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("run", ["data", "data/run"])
-def test_a_run_in_its_dataset_is_refused(tmp_path: Path, run: str) -> None:
+@pytest.mark.parametrize("run", ["data", "data/run", "served"])
+def test_a_run_in_its_dataset_or_an_export_is_refused(tmp_path: Path, run: str) -> None:
     config = small_config(write_dataset(tmp_path / "data"))
-    before = sorted((tmp_path / "data").rglob("*"))
-    with pytest.raises(ValueError, match=r"is in the dataset directory .*; give another --run"):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "manifest.json").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"is (in the dataset directory .*|an export); give another --run"):
         train(config, tmp_path / run)
-    assert sorted((tmp_path / "data").rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_resumed_run_makes_no_initial_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

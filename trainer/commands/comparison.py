@@ -146,6 +146,8 @@ def compare(
     fetch_run(out)
     dataset = load_dataset(dataset_path)
     require_apart(out, dataset, "out")
+    if (out / "config.toml").is_file():
+        raise ValueError(f"{out} is a run directory, and compare makes a folder of several; give another --out")
 
     def configured(run: Path, minutes: float = minutes, threads: int = threads) -> Config:
         name, _, seed = run.name.partition("-")

@@ -59,6 +59,9 @@ def read_description(path: Path, sequences: bool = True) -> dict[str, Any]:
     """The content of dataset.json, once all files have been compared with its digests, if it has any; of those with
     actions sizes alone without `sequences`. ValueError as `load_dataset` raises it."""
     file = path / "dataset.json"
+    # A run has a copy of its dataset's.
+    if (path / "config.toml").is_file():
+        raise ValueError(f"{path}: this is a run; give the dataset that it was trained on")
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
     _require_files(path)

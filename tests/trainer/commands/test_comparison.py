@@ -433,6 +433,7 @@ def ease_of(found: dict[str, Any]) -> dict[str, Any]:
         ({"threads": 0}, "threads is 0; it must be from 1 to "),
         ({"threads": 10_000}, "threads is 10000; it must be from 1 to "),
         ({"out": "data/runs"}, "is in the dataset directory"),
+        ({"out": "run"}, "run is a run directory, and compare makes a folder of several; give another --out"),
         ({"settings": {"data.validation": False}}, "data.validation is false, but compare chooses on validation"),
         ({"settings": {"evaluate.every_epochs": 0}}, "evaluate.every_epochs is 0, but compare chooses on validation"),
         ({"settings": {"model.dim": 8}}, "compare has no setting model.dim; it takes model.features and those of"),
@@ -448,10 +449,13 @@ def test_mistakes_are_named_before_anything_is_fitted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "MOST_SCORES", 40 * ITEMS)
     write_dataset(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
     asked = {"out": "out", "minutes": 1.0, "methods": ["dot"], "threads": 1} | given
     with pytest.raises(ValueError, match=re.escape(message)):
         compare("data", Path(asked.pop("out")), **asked)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"] and not (tmp_path / "data" / "runs").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "run"]
+    assert not (tmp_path / "data" / "runs").exists() and len(list((tmp_path / "run").iterdir())) == 1
 
 
 def test_a_dataset_that_nothing_can_be_trained_on_is_refused_before_anything_is_fitted(tmp_path: Path) -> None:

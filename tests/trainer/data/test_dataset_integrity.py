@@ -93,6 +93,12 @@ def test_every_file_that_is_another_is_named(path: Path, change: Callable[[bytes
     assert not problem(path)
 
 
+def test_a_run_is_told_from_a_dataset(path: Path) -> None:
+    """Whose dataset.json it has, too."""
+    (path / "config.toml").touch()
+    assert problem(path) == f"{path}: this is a run; give the dataset that it was trained on"
+
+
 def test_every_pair_of_files_that_are_swapped_is_named(path: Path) -> None:
     content = {name: (path / name).read_bytes() for name in files(path)}
     for name in content:
