@@ -410,7 +410,6 @@ NESTED = b'{"user": {"age": ' + b"[" * 900 + b"]" * 900 + b"}}"
 MALFORMED = [
     b"",
     b"{",
-    b"null",
     b"[]",
     b"{} {}",
     b"\xff\xfe\x00",
@@ -424,7 +423,6 @@ MALFORMED = [
     b'{"k": 1' + b"0" * 5000 + b"}",
     b'{"k": 1' + b"0" * 400 + b"}",
     b'{"history": "id 7"}',
-    b'{"history": {"id 7": 1}}',
     b'{"history": [1.5]}',
     b'{"history": [true]}',
     b'{"history": [1' + b"0" * 40 + b"]}",
@@ -455,7 +453,6 @@ MALFORMED = [
     b'{"history": ["id 7"], "user": {"age": "old"}}',
     b'{"history": ["id 7"], "user": {"country": 1.5}}',
     b'{"history": ["id 7"], "user": {"country": ["' + b"a" * 10_000 + b'"]}}',
-    b'{"history": ["id 7"], "user": {"age": NaN}}',
     b'{"history": ["id 7"], "allowed": "id 7"}',
     b'{"history": ["id 7"], "blocked": [{}]}',
     json.dumps({"history": ["id 7"] * 10_001}).encode(),

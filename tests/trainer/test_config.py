@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_model_config import require_limits
 
 from logitmix.comm.config import WireConfig
 from logitmix.common.mappings import from_mapping
@@ -61,11 +62,7 @@ NAN, INF = float("nan"), float("inf")
 def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
     section: type, prefix: str, field: str, wrong: list[float], right: list[float]
 ) -> None:
-    for value in wrong:
-        with pytest.raises(ValueError, match=rf"^{prefix}\.{field} is {value}; it must be "):
-            section(**{field: value})
-    for value in right:
-        assert getattr(section(**{field: value}), field) == value
+    require_limits(section, prefix, field, wrong, right)
 
 
 CONFIGS = {kind: from_mapping(Config, {"model": {"similarity": {"kind": kind}}}, "here") for kind in SIMILARITIES}
