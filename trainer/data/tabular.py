@@ -148,7 +148,8 @@ class _CsvReader:
             self.carry = lines.rest() + self.carry
         self.key_names = _keys_of(label, self.header, keys)
         _refuse_twins(label, self.header, self.key_names)
-        _say_unnamed(self.header, self.key_names, rejects)
+        if not columns:
+            _say_unnamed(self.header, self.key_names, rejects)
         self.key_places = [self.header.index(name) for name in self.key_names]
 
     def blocks(self) -> Iterator[TableBlock]:

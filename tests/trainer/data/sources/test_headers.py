@@ -68,7 +68,11 @@ def test_users_and_items_may_be_called_ids(tmp_path: Path, rejects: Rejects) -> 
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t", "|", ";"])
-def test_columns_without_a_header_are_named(delimiter: str, tmp_path: Path, rejects: Rejects) -> None:
+def test_columns_without_a_header_are_named(
+    delimiter: str, tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(rejects, "say_once", said.append)
     rows = [["u", "1", "a b", "2.5", "x"], ["u", "2", "c"], ["v", "3", '"d"', "2.5", ""]]
     content = "\n" + "".join(delimiter.join(row) + "\n" for row in rows)
     columns = ["user", "timestamp", "item", "rating", "_"]
@@ -76,6 +80,8 @@ def test_columns_without_a_header_are_named(delimiter: str, tmp_path: Path, reje
     assert actions(blocks) == [("u", "a b", 1), ("v", '"d"' if delimiter == "\t" else "d", 3)]
     assert all(set(block.columns) == {"rating"} for block in blocks)
     assert [line[1:3] for line in listed(rejects)] == [["3", "has 3 fields, not 5"]]
+    # Nor is "_" taken for pandas' row numbers.
+    assert not said
 
 
 @pytest.mark.parametrize(
