@@ -76,8 +76,8 @@ def test_the_retriever_ranks_the_candidates_of_a_postgresql_server(
     indexed: Path, vectors: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With pgvector, filtered by SQL, from the Parquet file of vectors (pip install pgserver psycopg[binary])."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where it keeps a lock, as it finds it when it is imported
     pgserver, psycopg = (pytest.importorskip(name, exc_type=ImportError) for name in ("pgserver", "psycopg"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where it keeps a lock
     retriever, rows = Retriever.load(indexed), pq.read_table(indexed / "hindexer.parquet").to_pylist()
     (query,) = retriever.query_sides([{"history": [retriever.raw_ids[7]]}])["hindexer.0"].tolist()
     search = "SELECT item, id FROM items WHERE even ORDER BY vector <#> %s::vector LIMIT 40"
