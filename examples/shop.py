@@ -12,6 +12,8 @@ from pathlib import Path
 from logitmix.trainer import api
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/shop")
+if folder.exists():
+    sys.exit(f"{folder} exists already; give another FOLDER")
 folder.mkdir(parents=True)
 aisles = ("tea", "bread", "cheese", "fruit", "soap", "paper")
 draw = random.Random(0)

@@ -8,7 +8,7 @@
 #     logitmix export FOLDER/run --out FOLDER/export --items catalog.csv --only --filterable in_stock
 # The next week, --append and train --continue go on instead (docs/scale.md).
 set -eu
-folder=$1
+folder=${1:?sh examples/weekly_shop.sh FOLDER}
 shift
 
 logitmix prepare demo-shop --out "$folder/data" --overwrite

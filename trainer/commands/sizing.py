@@ -46,7 +46,7 @@ def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
     steps = -(-users // batch)
-    known = [f for f in description["schema"]["features"] if f["owner"] == "item" and f["name"] != "item"]
+    known = _of_items(description)
     # Neither paid (benchmarks/notes/features.md), and with dates, requests would need their time.
     left_out = [f["name"] for f in known if f["kind"] in ("date", "text")]
     features = [f["name"] for f in known if f["name"] not in left_out]
@@ -104,22 +104,31 @@ def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name != AUTO:
         return recipe, {}
-    file = fetch(data_path or recipe.data.path) / "dataset.json"
-    if not file.is_file():
-        return recipe, {}
+    place = data_path or recipe.data.path
     try:
-        found = sized(from_json(file.read_text(encoding="utf-8")), most_items)
-    except (ValueError, KeyError, TypeError):
+        found = sized(_description(place), most_items)
+    except (OSError, ValueError, KeyError, TypeError):
         return recipe, {}
-    return with_settings(recipe, {name: value for name, (value, _) in found.items()}), found
+    return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
+
+
+def _description(place: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = from_json((fetch(place) / "dataset.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _of_items(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The features of items but their ids."""
+    return [f for f in description["schema"]["features"] if f["owner"] == "item" and f["name"] != "item"]
 
 
 def settled(config: Config, found: Sized) -> tuple[Config, str]:
     """A recipe from `load_sized` that has the user's settings, and a line with those of `found` that it keeps and their
     reasons. Items' ids are not dropped where the user chooses features that are none of items."""
-    features = {"all", *found.get("model.features", ((), ""))[0]}
-    if DROPOUT in found and config.model.item_id_dropout == ITEM_ID_DROPOUT and not features & {*config.model.features}:
-        config = with_settings(config, {DROPOUT: 0.0})
+    if DROPOUT in found and config.model.item_id_dropout == ITEM_ID_DROPOUT:
+        of_items = {"all", *(of["name"] for of in _of_items(_description(config.data.path)))}
+        if not of_items & {*config.model.features}:
+            config = with_settings(config, {DROPOUT: 0.0})
     now = flatten(config)
     kept = {name: of for name, of in found.items() if now[name] == of[0]}
     if not kept:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
+from time import time
 from typing import Any
 
 from logitmix.common.mappings import from_mapping
@@ -19,6 +20,8 @@ _OF_KINDS = re.compile("event|action|behaviou?r|type|kind", re.IGNORECASE)
 """In the name of a feature that says of what kind an action is."""
 _KINDS = 20
 """Most values of it."""
+_DAY = 86_400
+"""Seconds by which clocks and time zones may differ."""
 
 
 def summarize(description: Mapping[str, Any], directory: Path) -> str:
@@ -115,7 +118,8 @@ def _sides(description: Mapping[str, Any]) -> dict[str, str]:
 def _span(times: Mapping[str, Any]) -> str:
     if unit := times["unit"]:
         first, last = (_date(times[edge] // UNITS[unit]) for edge in ("first", "last"))
-        return f"{first} to {last}, in {UNIT_NAMES[unit]}"
+        later = ": the last are in the future" if times["last"] / UNITS[unit] > time() + _DAY else ""
+        return f"{first} to {last}, in {UNIT_NAMES[unit]}{later}"
     return f"{times['first']} to {times['last']}: an order, but no dates"
 
 

@@ -13,10 +13,11 @@ from logitmix.trainer.commands.sizing import AUTO, load_sized, settled, sized
 from logitmix.trainer.config import Config, dump_toml, load_recipe, recipe_names, with_settings
 
 BRAND = {"name": "brand", "owner": "item", "kind": "id", "table": "brand"}
+TITLES = {"name": "title", "owner": "item", "kind": "text", "width": 2, "encoder": "ngrams", "version": "1"}
 AGE = {"name": "age", "owner": "user", "kind": "number"}
 
 
-def described(users: int, items: int, actions: int, *features: dict[str, str]) -> dict[str, Any]:
+def described(users: int, items: int, actions: int, *features: dict[str, Any]) -> dict[str, Any]:
     """The entries of a dataset.json that count."""
     item = {"name": "item", "owner": "item", "kind": "id", "table": "item"}
     return {"users": users, "items": items, "actions": actions, "schema": {"features": [item, *features]}}
@@ -26,7 +27,7 @@ def described(users: int, items: int, actions: int, *features: dict[str, str]) -
 def clicks(tmp_path: Path) -> Path:
     """A folder with a dataset.json of 1,000 users, 500 items and 20,000 actions."""
     (tmp_path / "clicks").mkdir()
-    (tmp_path / "clicks" / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000, BRAND, AGE)))
+    (tmp_path / "clicks" / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000, BRAND, TITLES, AGE)))
     return tmp_path / "clicks"
 
 
@@ -54,8 +55,7 @@ def test_item_features_are_taken_and_no_others() -> None:
     assert sized(described(10, 10, 100, BRAND, AGE))["model.features"][0] == ["brand"]
     assert "model.features" not in sized(described(10, 10, 100, AGE))
     dated = {"name": "released", "owner": "item", "kind": "date", "unit": "s"}
-    titles = {"name": "title", "owner": "item", "kind": "text", "width": 2, "encoder": "ngrams", "version": "1"}
-    assert sized(described(10, 10, 100, BRAND, dated, titles))["model.features"] == (
+    assert sized(described(10, 10, 100, BRAND, dated, TITLES))["model.features"] == (
         ["brand"],
         "those of items: requests need not name them, without released, title: dates and vectors of texts did not pay",
     )
@@ -98,6 +98,8 @@ def test_only_what_is_kept_is_said(clicks: Path) -> None:
     everything, said = settled(with_settings(config, {"model.features": ["all"], "train.epochs": 2}), found)
     assert "features ['brand']" not in said and "train.epochs" not in said and "item_id_dropout 0.1 (" in said
     assert everything.model.features == ("all",) and everything.model.item_id_dropout == 0.1
+    titles, _ = settled(with_settings(config, {"model.features": ["title"]}), found)
+    assert titles.model.item_id_dropout == 0.1  # auto does not take them, but they are of items
     for features in ([], ["age", "user"]):
         without, said = settled(with_settings(config, {"model.features": features}), found)
         assert without.model.item_id_dropout == 0 and "dropout" not in said

@@ -153,6 +153,12 @@ def test_the_summary_names_what_was_removed_and_what_is_there(
     ]
 
 
+def test_actions_of_the_future_are_said(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("user,item,timestamp\n1,x,1700000000\n1,y,4000000000\n")
+    made = run("table", tmp_path / "in.csv", tmp_path / "out")
+    assert "2096-10-02 07:06, in seconds: the last are in the future" in summarize(made, tmp_path / "out")
+
+
 def test_the_summary_knows_the_recipes_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = prepare(PrepareOptions("demo"), QUIET)
