@@ -51,7 +51,7 @@ from logitmix.trainer.data.sources.demo_shop import EVENTS, WEEK, ShopParameters
 from logitmix.trainer.data.sources.demo_shop import generate as generate_shop
 
 K, COLD_SHARE, LENGTH = 50, 0.1, 100
-SCHEMA = '[features.genres]\nkind = "ids"\n\n[features.year]\nkind = "id"\n\n[features.words]\nkind = "words"\n'
+SCHEMA = '[features.genres]\nkind = "ids"\n\n[features.year]\nkind = "id"\n'
 COMMON = ["--train.batch-size", "32", "--model.encoder.max-length", str(LENGTH)]
 MODELS = {
     "auto": ["auto", "--train.patience", "0", "--evaluate.no-baselines"],
@@ -73,7 +73,10 @@ class Options:
     """Values of model.item_id_dropout."""
     features: tuple[str, ...] = ()
     """Features of the items, each a run: of ml-100k "genres year" if left empty, of demo-shop "category" and "category
-    released". `words` are those of the title, `item_title` is its vector (kind text)."""
+    released". `item_title` is the vector of the title (kind text), `vector` in demo-shop another one (`_vectors`)."""
+    users: int = ShopParameters.users
+    """Of demo-shop, as `items`."""
+    items: int = ShopParameters.items
     requests: int = 1_000_000
     """Most requests, a sample of the actions on cold items."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))
@@ -132,10 +135,9 @@ def shop(options: Options) -> None:
     rows = list[tuple[str, ...]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write_shop(folder)
+        _write_shop(folder, ShopParameters(users=options.users, items=options.items))
         words = ["--items", str(folder / "items.parquet"), "--where", "event = purchase", "--min-user-actions", "3"]
-        (folder / "schema.toml").write_text('[features.words]\nkind = "words"\n')
-        words += ["--schema", str(folder / "schema.toml"), "--embed", "title"]
+        words += ["--embed", "title"]
         logitmix("prepare", "table", "--source", str(folder / "actions.parquet"), "--out", str(folder / "data"), *words)
         for features in map(str.split, options.features or ("category", "category released")):
             run = folder / "-".join(features)
@@ -164,17 +166,18 @@ def shop(options: Options) -> None:
     Console(width=120).print(table)
 
 
-def _write_shop(folder: Path) -> None:
+def _write_shop(folder: Path, parameters: ShopParameters) -> None:
     """Its actions; and its items with titles, and the dates at which they came, which those of the first week do not
     have."""
-    topic_X, week_X, made, event_A = generate_shop(ShopParameters(), np.random.Generator(np.random.PCG64(0)))
+    topic_X, week_X, made, event_A = generate_shop(parameters, np.random.Generator(np.random.PCG64(0)))
     users, items = np.array(made.user_ids), np.array(made.item_ids)
     actions = {"user": users[made.users], "item": items[made.items], "timestamp": made.timestamps}
     pq.write_table(pa.table(actions | {"event": np.array(EVENTS)[event_A]}), folder / "actions.parquet")
     released_X = pa.array((FIRST_TIME + week_X * WEEK).astype("M8[s]"), mask=week_X == 0)
     columns = {"item": items, "category": [f"c{topic}" for topic in topic_X], "released": released_X}
     titles = _titles(topic_X)
-    pq.write_table(pa.table(columns | {"title": titles, "words": titles}), folder / "items.parquet")
+    vectors = pa.array(list(_vectors(titles)), pa.list_(pa.float32()))
+    pq.write_table(pa.table(columns | {"title": titles, "vector": vectors}), folder / "items.parquet")
 
 
 def _titles(topic_X: np.ndarray) -> list[str]:
@@ -185,6 +188,16 @@ def _titles(topic_X: np.ndarray) -> list[str]:
         " ".join([*random.choice(words_of_topic[topic], 3, replace=False), *random.choice(words[:100], 2)])
         for topic in topic_X
     ]
+
+
+def _vectors(titles: list[str]) -> np.ndarray:
+    """As a sentence encoder's, float32 [X, 384] of norm 1: means of a vector for each word, with a part that all share
+    and some noise."""
+    rng = np.random.default_rng(7)
+    of_word = {word: rng.normal(size=384) for word in dict.fromkeys(" ".join(titles).split())}
+    means_XW = np.array([np.mean([of_word[word] for word in title.split()], axis=0) for title in titles])
+    found_XW = means_XW + 0.27 * rng.normal(size=384) + 0.1 * rng.normal(size=means_XW.shape)
+    return (found_XW / np.linalg.norm(found_XW, axis=1, keepdims=True)).astype(np.float32)
 
 
 def _hit(score_X: np.ndarray, target: int) -> float:
@@ -215,7 +228,7 @@ def _movies(dataset: Dataset) -> pa.Table:
     names, known = dataset.vocabulary("genres"), dataset.vocabulary("year")
     of_items = ["|".join(names[of] for of in genres[item].nonzero()[0]) for item in range(dataset.num_items)]
     title = dataset.title_column()
-    return pa.table({"genres": of_items, "year": [known[year] for year in years], "title": title, "words": title})
+    return pa.table({"genres": of_items, "year": [known[year] for year in years], "title": title})
 
 
 def _demo_items(dataset: Dataset) -> pa.Table:
