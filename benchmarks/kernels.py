@@ -371,11 +371,10 @@ item components x width x hidden units for MoL; heads x width of a head for HSTU
 width for the FP8 codec; else the width. `limit`: among the largest that the kernel covers.
 
 MoL's backward is bound by registers: with 8 x 8 components the sums of the gate's gradients take half of all that two
-programs of 4 warps have. Bytes spilled (A100/H100), tiles of 2 x 8, each step added to the last: no code moved out of
-the outer loop (`disable_licm`) 188/240, nor out of the inner one 36/40, items loaded again for the last products 8/24,
-the biases' addresses computed again 0/0. Not taken: 8 warps, 248/164 after the second step; tiles of 4 x 4 (1,800/1,188
-after the first) and 4 x 8 (584/636, and on A100 too much shared memory for two programs); slopes of the hidden units in
-BF16, no gain.
+programs of 4 warps have. With tiles of 2 x 8, or of 16 targets, nothing is spilled once no code is moved out of the
+loops (`disable_licm`) and items and the biases' addresses are read again. Other tiles and 8 warps spill hundreds of
+bytes. For targets, the slopes of the hidden units are computed again, too: 7 products in place of 6, for one pair of
+N + 1; and the second program of each multiprocessor has 66 kB of sums more to write and add up.
 
 """
 

@@ -82,14 +82,13 @@ INTERPRETED_PROGRAMS = 3
 BUDGET = {
     "_target_forward, float32": (1, 1632),
     "_negatives_forward, float32": (1, 76),
-    "_target_backward, float32": (1, 2792),
+    "_target_backward, float32": (1, 2760),
     "_negatives_backward, float32": (1, 1700),
     "_negatives_backward, limit": (1, 2312),
-    "_target_backward, 4 x 4": (2, 832),
-    "_negatives_backward, 4 x 4": (2, 712),
-    "_target_forward": (1, 0),
+    "_target_backward, limit": (1, 0),
+    "_target_forward": (2, 0),
     "_negatives_forward": (1, 0),
-    "_target_backward": (1, 0),
+    "_target_backward": (2, 0),
     "_negatives_backward": (2, 0),
 }
 """Programs that share a multiprocessor, at least, and bytes that a thread spills, at most: benchmarks/kernels.py."""
@@ -124,7 +123,7 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype) -> _Plan:
     """Whether two backward programs share a multiprocessor."""
     TT = max((16 if shared else 32) // NT, 16 // UP)
     # Few components cannot be divided among more warps: each would have copies.
-    of_targets = 16 if not half else 8 if UP * IP > 16 else 4
+    of_targets = 16 if not half else 4 if shared or UP * IP <= 16 else 8
     return _Plan(UP, IP, CP, HP, TT, NT, 16, of_targets, 4 if shared else of_targets)
 
 
@@ -662,7 +661,7 @@ def _target_logit(  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_components_at(side, row, c, k, inside, COUNT: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Element c of all components of each row, FP32 [rows, COUNTP]."""
-    at = side + (row[:, None] * COUNT + k[None, :]) * C + c
+    at = side + (row[:, None] * COUNT + k[None, :]).to(tl.int64) * C + c
     return tl.load(at, mask=inside[:, None] & (k < COUNT)[None, :], other=0.0).to(tl.float32)
 
 
@@ -696,6 +695,13 @@ def _target_forward(  # type: ignore[no-untyped-def]
     tl.store(positive + t, phi, mask=t < T)
 
 
+@triton.jit
+def _targets(number, target, T, TT: tl.constexpr, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Positions of a tile [TT], and their targets, read anew by each call: no register keeps them between calls."""
+    t = number * TT + _none(COARSE) + tl.arange(0, TT)
+    return t, tl.load(target + t, mask=t < T, other=0)
+
+
 @triton.jit(do_not_specialize=["T", "tiles", "key_low", "key_high", "dropped"])
 def _target_backward(  # type: ignore[no-untyped-def]
     query, query_weights, item, item_weights, up, up_bias, down, down_bias, target, row,
@@ -713,47 +719,56 @@ def _target_backward(  # type: ignore[no-untyped-def]
     u, i = tl.arange(0, UP), tl.arange(0, IP)
     h = tl.arange(0, HP)
     up_HM, down_MH = _load_gate(up, down, m, exists, M, H, HP)
-    up_H = tl.load(up_bias + h, mask=h < H, other=0.0)
-    down_M = tl.load(down_bias + m, mask=exists, other=0.0)
     ones_P = tl.full((ONES, TT), 1.0, tl.float32).to(dtype)
     d_up, d_down = tl.zeros((MP, HP), tl.float32), tl.zeros((MP, HP), tl.float32)
     program, programs = tl.program_id(0), tl.num_programs(0)
     d_gate += program.to(tl.int64) * (2 * H * M + H + M)
-    for number in range(program * tiles // programs, (program + 1) * tiles // programs):
-        t = (number * TT + tl.arange(0, TT)).to(tl.int64)
-        target_T = tl.load(target + t, mask=t < T, other=0)
-        row_hash = hashed_rows(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
-        d_phi = -tl.load(of_others + t, mask=t < T, other=0.0)
+    for number in tl.range(program * tiles // programs, (program + 1) * tiles // programs, disable_licm=COARSE):
+        t, target_T = _targets(number, target, T, TT, COARSE)
         logit = _target_logit(query, item, t, target_T, t < T, dtype, U, I, C, UP, IP, TT, EMULATED)
+        none = _none(COARSE)
+        t, target_T = _targets(number, target, T, TT, COARSE)
+        up_H = tl.load(up_bias + none + h, mask=h < H, other=0.0)
         hidden, slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)
         hidden = rounded(hidden, dtype, EMULATED)
         z = _dot(hidden, tl.trans(down_MH), EMULATED)
-        query_TM = _load_weights(query_weights, t, t < T, m, exists, M)
+        down_M = tl.load(down_bias + none + m, mask=exists, other=0.0)
+        query_TM = _load_weights(query_weights, t.to(tl.int64), t < T, m, exists, M)
         item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
         z += query_TM * item_TM + down_M[None, :]
+        row_hash = hashed_rows(tl.load(row + t, mask=t < T, other=0) * (N + 1), key_low, key_high)
         logit_F = logit.to(tl.float32)
         _phi, kept, scale, other, other_scale, slope = _mixture(
             z, logit_F, exists, row_hash, m, dropped, DROP, MP != M, COARSE
         )
+        d_phi = -tl.load(of_others + t, mask=t < T, other=0.0)
         d_logit = kept * (scale * d_phi)[:, None]
         d_z = (d_logit * logit_F - other * (other_scale * d_phi)[:, None]) * slope
+        t, target_T = _targets(number, target, T, TT, COARSE)
         inside = (t < T)[:, None] & exists[None, :]
-        tl.store(d_query_weights + t[:, None] * M + m[None, :], d_z * item_TM, mask=inside)
-        tl.store(d_target_weights + t[:, None] * M + m[None, :], d_z * query_TM, mask=inside)
+        query_TM = _load_weights(query_weights, t.to(tl.int64), t < T, m, exists, M)
+        item_TM = _load_weights(item_weights, target_T, t < T, m, exists, M)
+        tl.store(d_query_weights + t.to(tl.int64)[:, None] * M + m[None, :], d_z * item_TM, mask=inside)
+        tl.store(d_target_weights + t.to(tl.int64)[:, None] * M + m[None, :], d_z * query_TM, mask=inside)
         d_z = rounded(d_z, dtype, EMULATED)
-        _add_sums(d_gate + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+        _add_sums(d_gate + none + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+        if dtype != tl.float32:
+            # Computed again, a sixth more of the products, because there are no registers to keep it.
+            up_H = tl.load(up_bias + _none(COARSE) + h, mask=h < H, other=0.0)
+            slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)[1]
         d_up, d_down, d_logit = _hidden_back(
-            hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + H * M, d_down, d_logit, ones_P,
+            hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + none + H * M, d_down, d_logit, ones_P,
             H, HP, EMULATED,
         )  # fmt: skip
+        t, target_T = _targets(number, target, T, TT, COARSE)
         d_logit_TUI = d_logit.reshape(TT, UP, IP)
         for c in range(C):
             query_TU = _load_components_at(query, t, c, u, t < T, U, C)
             item_TI = _load_components_at(item, target_T, c, i, t < T, I, C)
-            at_TU = (t[:, None] * U + u[None, :]) * C + c
-            at_TI = (t[:, None] * I + i[None, :]) * C + c
+            at_TU = (t[:, None] * U + u[None, :]).to(tl.int64) * C + c
+            at_TI = (t[:, None] * I + i[None, :]).to(tl.int64) * C + c
             d_query_TU = tl.sum(d_logit_TUI * item_TI[:, None, :], 2)
             d_item_TI = tl.sum(d_logit_TUI * query_TU[:, :, None], 1)
             tl.store(d_query + at_TU, d_query_TU, mask=(t < T)[:, None] & (u < U)[None, :])
             tl.store(d_target + at_TI, d_item_TI, mask=(t < T)[:, None] & (i < I)[None, :])
-    _store_gate(d_gate, d_up, d_down, m, exists, M, H, HP)
+    _store_gate(d_gate + _none(COARSE), d_up, d_down, m, exists, M, H, HP)
