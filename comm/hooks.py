@@ -183,7 +183,8 @@ class SequenceAllToAll(nn.Module):
             assert recat is not None
             permute, lengths = torch.ops.fbgemm.invert_permute(recat), lengths.view(-1)
             return torch.ops.fbgemm.permute_1D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
-        permute = self.feature_by_rank.to(local_embs.device, torch.int32)
+        # Kept there, because the host would wait for each copy.
+        permute = self.feature_by_rank = self.feature_by_rank.to(local_embs.device, torch.int32)
         lengths = lengths.view(F * W, -1)
         return torch.ops.fbgemm.permute_2D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import launches
+from logitmix.trainer.config import with_settings
 
 BUDGETS: dict[tuple[str, int, int], tuple[int, int, int, int, int]] = {
     ("amazon-dot", 128, 1): (26, 51, 87, 2, 15),
@@ -52,6 +53,15 @@ def test_a_step_keeps_to_its_budget(case: tuple[str, int, int]) -> None:
     assert sum(found) == counts.launches.total()
     if case in (("ml-1m-mol", 128, 1), ("ml-1m-dot", 128, 1)):
         assert sum(found) <= GOAL
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["ml-1m-dot", pytest.param("ml-1m-mol", marks=pytest.mark.slow)])
+def test_in_batch_negatives_take_no_more_launches(recipe: str) -> None:
+    case = recipe, 128, 1
+    counts = launches.counted(with_settings(launches.cases()[case], {"model.loss.in_batch": 64}), 1)
+    assert counts.launches.total() <= sum(BUDGETS[case][:-1])
+    assert not counts.blocking and not counts.waits, counts.sources
 
 
 def counted(step: Callable[[Tensor], object]) -> Any:

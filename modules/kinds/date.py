@@ -55,7 +55,9 @@ def waves(day_R: Tensor, there_R: Tensor) -> Tensor:
     """Cosines and sines [R, 2 K] of FP64 days since 1970, FP32, of length 1; zero where none is there."""
     import torch
 
-    turn_RK = day_R[:, None] / torch.tensor(PERIODS, dtype=torch.float64, device=day_R.device)
+    from ..transfer import on_device
+
+    turn_RK = day_R[:, None] / on_device(torch.tensor(PERIODS, dtype=torch.float64), day_R.device)
     # Of a turn, so that FP32 is enough.
     angle_RK = 2 * torch.pi * (turn_RK - turn_RK.floor()).float()
     scale_R1 = there_R[:, None] / len(PERIODS) ** 0.5

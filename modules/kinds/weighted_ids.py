@@ -71,5 +71,5 @@ class WeightedIds(Ids):
             total = weight.sum(1, keepdim=True)
         else:
             total_R = torch.segment_reduce(weight, "sum", offsets=of.offsets, initial=0.0)
-            total = total_R.repeat_interleave(of.offsets.diff())
+            total = total_R.repeat_interleave(of.offsets.diff(), output_size=len(weight))
         return torch.where(total > 0, weight / total, 0.0).float()
