@@ -21,7 +21,7 @@ from logitmix.modules.features import Features, Values
 from logitmix.modules.kinds.date import NO_DATE, TICKS
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, WANTED, Schema
-from logitmix.trainer.data.columns import ranges, user_blocks
+from logitmix.trainer.data.columns import index_type, ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
 from logitmix.trainer.data.negatives import ExplicitNegatives, with_explicit
@@ -225,8 +225,11 @@ class TrainingBatches:
             has_S = last_S > first_S
             which, behind, length_S, first_S, last_S = (of[has_S] for of in (which, behind, length_S, first_S, last_S))
         # Of each sequence: its user, the place after its last action, its positions, its first target and how many.
-        self.user_S, self.end_S, self.length_S = users[which], end[which] - behind, length_S
-        self.first_S, self.targets_S = first_S, last_S - first_S
+        # Each rank has these of its own, so they are small.
+        small = self._index = index_type(len(dataset.items_flat) + 1)
+        self.user_S, self.end_S = users[which].astype(small), (end[which] - behind).astype(small)
+        self.length_S, self.first_S = length_S.astype(small), first_S.astype(small)
+        self.targets_S = (last_S - first_S).astype(small)
         longer = np.zeros(0, np.int64) if stride else positions[positions > max_length]
         # How many users have earlier actions than their sequence, and how many these are.
         self.left_out = len(longer), int((longer - max_length).sum())
@@ -239,19 +242,19 @@ class TrainingBatches:
         self._drawable_before = unseen - np.arange(len(unseen))
         """How many items may be negatives that come before each one that may not."""
         self.log_q_X = self._log_q() if in_batch else None
-        self._shuffled: tuple[int, Ints] = (-1, self.user_S)
+        self._shuffled: tuple[int, np.ndarray] = (-1, self.user_S)
         self.steps_per_epoch = -(-len(self.user_S) // batch_size)
 
     def users_of(self, step: int) -> Ints:
         """The users of the sequences of a step's global batch, over all ranks."""
-        return self.user_S[self._sequences(step)]
+        return self.user_S[self._sequences(step)].astype(np.int64)
 
     @property
     def steps_of_first(self) -> int:
         """Steps at the beginning of an epoch that have all sequences of `first_U`."""
         return 0 if self._first_S is None else -(-int(self._first_S.sum()) // self.batch_size)
 
-    def _sequences(self, step: int) -> Ints:
+    def _sequences(self, step: int) -> np.ndarray:
         epoch, index = divmod(step, self.steps_per_epoch)
         return self._order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
 
@@ -266,7 +269,7 @@ class TrainingBatches:
         weight_Q = self._weights(sequences, slice(bounds_Q[first], bounds_Q[last]))
         of_part = bounds_Q[first : last + 1] - bounds_Q[first]
         sequences = sequences[first:last]
-        users, lengths = self.user_S[sequences], self.length_S[sequences]
+        users, lengths = (of[sequences].astype(np.int64) for of in (self.user_S, self.length_S))
         inputs = ranges(self.end_S[sequences] - 1 - lengths, lengths)
         items, targets = self.dataset.items_flat, self.targets_S[sequences]
         place_Q, position_Q = self._place(ranges(self.first_S[sequences], targets)), None
@@ -328,7 +331,7 @@ class TrainingBatches:
             negatives, having = negatives + len(row_E), having + len(np.unique(row_E))
         return self.explicit.said(negatives, having, int(self.targets_S.sum()))
 
-    def _weights(self, sequences: Ints, part: slice) -> torch.Tensor | None:
+    def _weights(self, sequences: np.ndarray, part: slice) -> torch.Tensor | None:
         """The weights of some of the targets of a global batch's sequences, by the mean of all; zeros if all are."""
         if self.weights is None:
             return None
@@ -361,7 +364,7 @@ class TrainingBatches:
         begins = np.flatnonzero(np.diff(group_B, prepend=-1))
         return [*bounds[begins].tolist(), int(bounds[-1])]
 
-    def _negatives(self, key: list[int], sequences: Ints, bounds: Ints, group_B: Ints, part: slice) -> Ints:
+    def _negatives(self, key: list[int], sequences: np.ndarray, bounds: Ints, group_B: Ints, part: slice) -> Ints:
         """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, whose targets are between
         `bounds`, in the groups `group_B`; the key names the batch."""
         if not self.negatives:
@@ -413,12 +416,12 @@ class TrainingBatches:
         dropped = bits_R.astype(np.int64) + 2**31 < rate * 2**32
         return np.where(dropped, self.schema.table(table).unknown, row_R)
 
-    def _order(self, epoch: int) -> Ints:
+    def _order(self, epoch: int) -> np.ndarray:
         """The order of the sequences in an epoch."""
         # Not read twice: the thread that makes batches and the one that trains may ask for different epochs.
         shuffled = self._shuffled
         if shuffled[0] != epoch:
-            order_S = np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S))
+            order_S = np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S)).astype(self._index)
             if self._first_S is not None:
                 order_S = order_S[np.argsort(~self._first_S[order_S], kind="stable")]
             shuffled = epoch, order_S
