@@ -35,7 +35,7 @@ from logitmix.common.mappings import require
 from logitmix.common.messages import say, shown
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
-from logitmix.trainer.commands.sizing import AUTO, load_sized
+from logitmix.trainer.commands.sizing import AUTO, load_sized, settled
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -201,7 +201,7 @@ def config_of(
 ) -> Config:
     """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
     path = place_of(dataset.path)
-    config, _ = load_sized(AUTO, path, most_items=settings.get("data.items", 0))
+    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0))
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)
@@ -218,7 +218,7 @@ def config_of(
         "evaluate.users": config.evaluate.users if users <= most else most,
     }
     _require_comparable(settings)
-    config = with_settings(config, common | LEARNED[name] | dict(settings))
+    config, _ = settled(with_settings(config, common | LEARNED[name] | dict(settings)), found)
     if (config.evaluate.users or dataset.num_users) > most:
         raise ValueError(
             f"evaluate.users is {config.evaluate.users}, but of {dataset.num_users:,} users the simple methods rank "

@@ -66,6 +66,7 @@ def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
     if features:
         without = f", without {', '.join(left_out)}: dates and vectors of texts did not pay" if left_out else ""
         settings["model.features"] = (features, f"those of items: requests need not name them{without}")
+    if known:
         settings[DROPOUT] = (ITEM_ID_DROPOUT, "so that items added later are ranked by their features")
     return settings
 
@@ -124,7 +125,7 @@ def _of_items(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def settled(config: Config, found: Sized) -> tuple[Config, str]:
     """A recipe from `load_sized` that has the user's settings, and a line with those of `found` that it keeps and their
-    reasons. Items' ids are not dropped where the user chooses features that are none of items."""
+    reasons. Items' ids are not dropped where the model has no features of items."""
     if DROPOUT in found and config.model.item_id_dropout == ITEM_ID_DROPOUT:
         of_items = {"all", *(of["name"] for of in _of_items(_description(config.data.path)))}
         if not of_items & {*config.model.features}:

@@ -356,6 +356,8 @@ def test_features_are_those_of_all_learned_methods(tmp_path: Path) -> None:
     dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
     config = comparison.config_of("mol", dataset, 2.0, 1, {"model.features": ["brand"]})
     assert config.first and config.model.features == config.first.model.features == ("brand",)
+    assert config.model.item_id_dropout == 0.1
+    assert comparison.config_of("dot", dataset, 2.0, 1, {"model.features": []}).model.item_id_dropout == 0
 
 
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:

@@ -103,6 +103,10 @@ def test_only_what_is_kept_is_said(clicks: Path) -> None:
     for features in ([], ["age", "user"]):
         without, said = settled(with_settings(config, {"model.features": features}), found)
         assert without.model.item_id_dropout == 0 and "dropout" not in said
+    (clicks / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000, TITLES)))
+    config, found = load_sized("auto", str(clicks))
+    for features, dropout in (([], 0.0), (["title"], 0.1)):
+        assert settled(with_settings(config, {"model.features": features}), found)[0].model.item_id_dropout == dropout
     kept, _ = settled(with_settings(config, {"model.features": [], "model.item_id_dropout": 0.3}), found)
     assert kept.model.item_id_dropout == 0.3
     assert settled(load_recipe("auto"), {}) == (load_recipe("auto"), "")
