@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import from_json
@@ -106,15 +107,21 @@ def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
     if name != AUTO:
         return recipe, {}
     place = data_path or recipe.data.path
+    if not _file(place).is_file():
+        return recipe, {}
     try:
         found = sized(_description(place), most_items)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
 
 
+def _file(place: str) -> Path:
+    return fetch(place) / "dataset.json"
+
+
 def _description(place: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = from_json((fetch(place) / "dataset.json").read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = from_json(_file(place).read_text(encoding="utf-8"))
     return found
 
 
