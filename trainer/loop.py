@@ -47,7 +47,7 @@ from logitmix.trainer.run.results import beside_baselines, cold_targets, write_r
 from logitmix.trainer.run.saving import GOES_ON, Saver, or_continue, prune
 from logitmix.trainer.run.stages import epochs_of_refit, own_minutes, refit_config, source_of
 from logitmix.trainer.run.warm_start import require_fit, warm_start
-from logitmix.trainer.step.memory import set_up_memory
+from logitmix.trainer.step.memory import give_back, set_up_memory
 from logitmix.trainer.step.pipeline import Pipeline
 from logitmix.trainer.step.precision import choose_precision
 from logitmix.trainer.stopping import Stopping
@@ -151,6 +151,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         foreseen = evaluation.cold_targets("test") if evaluation and config.data.split == "time" else 0.0
         if line := cold_targets({"targets/cold": foreseen}):
             job.say(f"test part: {line}")
+        give_back()
         with Loggers(run, config, dataset, done, ranks, job.callbacks) as loggers:
             loggers.text("start", said)
             done = _steps(run, batches, model, optimizer, done, evaluation, job.stopping, loggers)

@@ -18,3 +18,10 @@ def set_up_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     # oneDNN keeps compiled products for the last 1024 shapes, but shapes differ from batch to batch.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+
+
+def give_back() -> None:
+    """Returns what was freed to the system, which `set_up_memory` has glibc keep: after a large dataset was read, more
+    than the steps will need."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
