@@ -4,12 +4,11 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import from_json
 from logitmix.common.mappings import require_from
-from logitmix.common.storage import fetch
+from logitmix.common.storage import fetch, path_of
 from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
 AUTO = "auto"
@@ -107,7 +106,7 @@ def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
     if name != AUTO:
         return recipe, {}
     place = data_path or recipe.data.path
-    if not _file(place).is_file():
+    if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
     try:
         found = sized(_description(place), most_items)
@@ -116,12 +115,9 @@ def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
 
 
-def _file(place: str) -> Path:
-    return fetch(place) / "dataset.json"
-
-
 def _description(place: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = from_json(_file(place).read_text(encoding="utf-8"))
+    """Of a dataset that has been fetched."""
+    found: Mapping[str, Any] = from_json((path_of(place) / "dataset.json").read_text(encoding="utf-8"))
     return found
 
 

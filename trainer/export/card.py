@@ -158,7 +158,8 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     # A checkpoint's counts are read as floats.
-    return f"{value:,.0f}" if value > 1 and value == int(value) else f"{value:.4f}"
+    is_count = isinstance(value, int) or (value > 1 and value.is_integer())
+    return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

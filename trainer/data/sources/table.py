@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
+from logitmix.common.files import from_json
 from logitmix.modules.schema import Owner
-from logitmix.trainer.data.append import parts_of, read_for_appending
+from logitmix.trainer.data.append import parts_of
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.data.description import schema_of
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.features import read_schema
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
@@ -102,8 +104,10 @@ def read(
     clock = Clock(options.time_format)
     first = 0
     if options.append:
-        before, schema = read_for_appending(Path(options.append))
-        joins, times = joins_of(schema.features), parts_of(before)[-1].get("times")
+        # `prepare` has read it, and compared all files with their digests.
+        before = from_json((Path(options.append) / "dataset.json").read_text(encoding="utf-8"))
+        joins = joins_of(schema_of(before, before["items"]).features)
+        times = parts_of(before)[-1].get("times")
         first = times["last"] + 1 if times and not times["unit"] else 0
     else:
         joins = joins_of(read_schema(options.schema))
