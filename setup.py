@@ -14,61 +14,28 @@ FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math"]
 if sys.platform == "linux" and platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 
+
+def library(name: str, *headers: str, flags: list[str] = FLAGS, **options: list[str]) -> Extension:
+    """The library of PACKAGE._NAME, from PACKAGE/NAME.c."""
+    source = name.removeprefix("logitmix.").replace("._", "/").replace(".", "/") + ".c"
+    return Extension(name, [source], depends=["setup.py", *headers], extra_compile_args=flags, optional=True, **options)
+
+
 setup(
     ext_modules=[
         # Every FP32 operation rounds separately, so the bytes are those of plain torch.
-        Extension(
-            "logitmix.comm._fp8",
-            ["comm/fp8.c"],
-            depends=["setup.py", "common/cpu.h"],
-            extra_compile_args=[*FLAGS, "-ffp-contract=off"],
-            optional=True,
-        ),
+        library("logitmix.comm._fp8", "common/cpu.h", flags=[*FLAGS, "-ffp-contract=off"]),
         # By its soname, the loader takes it for the driver's.
-        Extension(
-            "logitmix.common._nvml",
-            ["common/nvml.c"],
-            depends=["setup.py"],
-            extra_link_args=["-Wl,-soname,libnvidia-ml.so.1"],
-            optional=True,
-        ),
-        Extension(
-            "logitmix.modules._noise",
-            ["modules/noise.c"],
-            depends=["setup.py", "common/cpu.h", "modules/noise.h"],
-            extra_compile_args=FLAGS,
-            optional=True,
-        ),
-        Extension(
-            "logitmix.modules._stage1",
-            ["modules/stage1.c"],
-            depends=["setup.py"],
-            extra_compile_args=FLAGS,
-            optional=True,
-        ),
-        Extension(
-            "logitmix.modules.encoders._hstu",
-            ["modules/encoders/hstu.c"],
-            depends=["setup.py", "modules/tiles.h"],
-            extra_compile_args=FLAGS,
-            libraries=["m"],
-            optional=True,
-        ),
-        Extension(
-            "logitmix.modules.losses._mol",
-            ["modules/losses/mol.c"],
-            depends=["setup.py", "modules/tiles.h", "modules/noise.h"],
-            extra_compile_args=FLAGS,
-            libraries=["m"],
-            optional=True,
-        ),
-        Extension(
+        library("logitmix.common._nvml", flags=[], extra_link_args=["-Wl,-soname,libnvidia-ml.so.1"]),
+        library("logitmix.modules._noise", "common/cpu.h", "modules/noise.h"),
+        library("logitmix.modules._stage1"),
+        library("logitmix.modules.encoders._hstu", "modules/tiles.h", libraries=["m"]),
+        library("logitmix.modules.losses._mol", "modules/tiles.h", "modules/noise.h", libraries=["m"]),
+        library(
             "logitmix.modules.similarity._mol_scores",
-            ["modules/similarity/mol_scores.c"],
-            depends=["setup.py", "modules/tiles.h", "modules/similarity/mol_scores_int8.h"],
-            extra_compile_args=FLAGS,
+            "modules/tiles.h",
+            "modules/similarity/mol_scores_int8.h",
             libraries=["m"],
-            optional=True,
         ),
     ]
 )

@@ -35,7 +35,7 @@ class _AttentionConfig:
         require_from(1, 1024, "model.encoder.heads", self.heads)
         for name in ("dropout", "history_dropout"):
             require(0 <= getattr(self, name) < 1, f"model.encoder.{name}", getattr(self, name), "in [0, 1)")
-        _require_length(self.max_length)
+        require_from(1, LONGEST, "model.encoder.max_length", self.max_length)
 
     def require_width(self, dim: int) -> None:
         """ValueError where the heads cannot share the width evenly."""
@@ -110,14 +110,10 @@ class PooledConfig:
     def __post_init__(self) -> None:
         require_from(1, WIDEST, "model.encoder.hidden", self.hidden)
         require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
-        _require_length(self.max_length)
+        require_from(1, LONGEST, "model.encoder.max_length", self.max_length)
 
     def require_width(self, dim: int) -> None:
         """Any width will do."""
-
-
-def _require_length(value: int) -> None:
-    require_from(1, LONGEST, "model.encoder.max_length", value)
 
 
 EncoderConfig = SASRecConfig | HSTUConfig | FuXiConfig | PooledConfig
@@ -217,13 +213,9 @@ class DeepFMConfig:
     def __post_init__(self) -> None:
         for name in ("query_components", "item_components", "component_dim", "hidden"):
             require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
-        _require_projection_hidden(self.projection_hidden)
+        require_from(0, WIDEST, "model.similarity.projection_hidden", self.projection_hidden)
         for name in ("projection_dropout", "dropout"):
             require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
-
-
-def _require_projection_hidden(value: int) -> None:
-    require_from(0, WIDEST, "model.similarity.projection_hidden", value)
 
 
 @dataclass(frozen=True)
@@ -275,7 +267,7 @@ class MoLConfig:
                 "model.similarity.query_components is 1, and with model.similarity.user_component the last one is the "
                 "user's; set it to 2 or more"
             )
-        _require_projection_hidden(self.projection_hidden)
+        require_from(0, WIDEST, "model.similarity.projection_hidden", self.projection_hidden)
         value = self.mutual_information
         require(0 <= value < inf, "model.similarity.mutual_information", value, "0 or more and finite")
         for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
 
 from logitmix.comm.collectives import largest
 from logitmix.comm.process_group import Ranks
@@ -53,9 +52,7 @@ class Stopping:
             self.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self.handles:
             return
         signal.set_wakeup_fd(self.wakeup)

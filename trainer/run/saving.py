@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,9 +111,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._pending:
             self._pending.abandoned.set()
         self._writer.shutdown()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from math import inf
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import torch
@@ -137,9 +136,7 @@ class Pipeline:
     def __enter__(self) -> "Pipeline":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # Without the other ranks, what is in flight never arrives; and no later error may hide the first.
         if self._next and not isinstance(error, RuntimeError):
             with nullcontext() if error is None else suppress(Exception):
