@@ -33,58 +33,47 @@ def require_limits(section: type, prefix: str, field: str, wrong: list[float], r
         assert getattr(section(**{field: value}), field) == value
 
 
+SECTIONS: dict[str, list[type]] = {
+    "model.encoder": [SASRecConfig, FuXiConfig, PooledConfig],
+    "model.similarity": [DotConfig, MoLConfig, MLPConfig, NeuMFConfig, DeepFMConfig],
+    "model.hindexer": [HIndexerConfig],
+    "model": [ModelConfig],
+    "model.loss": [LossConfig],
+}
+WIDTHS = ("component_dim", "gate_hidden", "hidden", "gmf_dim", "mlp_dim", "final_hidden", "dim")
+RATES = ("dropout", "history_dropout", "projection_dropout", "gate_dropout", "gate_input_dropout")
+OF_IDS = ("item_id_dropout", "user_id_dropout", "wanted_dropout")
+LIMITS: dict[str, tuple[list[float], list[float]]] = {
+    "blocks": ([0, -1, 10**9], [1, 4]),
+    "heads": ([0, -2], [1, 4]),
+    "max_length": ([0, 10**9], [1, 2**16]),
+    "expansion": ([0, 65], [1, 64]),
+    **dict.fromkeys((*RATES, *OF_IDS), ([-0.1, 1.0, 1.5, NAN], [0.0, 0.99])),
+    "temperature": ([0.0, -1.0, NAN], [1e-3, 20.0]),
+    **dict.fromkeys(("query_components", "item_components"), ([0], [1])),
+    **dict.fromkeys(WIDTHS, ([10**9], [4, 64])),
+    "projection_hidden": ([-1, 10**9], [0, 1]),
+    **dict.fromkeys(("mutual_information", "weight"), ([-0.1, NAN], [0.0, 3.0])),
+    "negatives": ([-1, 10**9], [1, 2**22]),
+    "in_batch": ([-1, 10**9], [0, 1]),
+}
+"""By field: values that are refused, and that are not."""
+
+
 @pytest.mark.parametrize(
     ("section", "prefix", "field", "wrong", "right"),
     [
-        (SASRecConfig, "model.encoder", "blocks", [0, -1, 10**9], [1, 4]),
-        (SASRecConfig, "model.encoder", "heads", [0, -2], [1, 8]),
-        (SASRecConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
-        (SASRecConfig, "model.encoder", "history_dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
-        (SASRecConfig, "model.encoder", "max_length", [0, 10**9], [1, 2**16]),
-        (FuXiConfig, "model.encoder", "blocks", [0], [1]),
-        (FuXiConfig, "model.encoder", "expansion", [0, 65], [1, 64]),
-        (PooledConfig, "model.encoder", "hidden", [0, 10**9], [1]),
-        (PooledConfig, "model.encoder", "dropout", [-0.1, 1.0, 1.5, NAN], [0.0, 0.99]),
-        (PooledConfig, "model.encoder", "max_length", [0, 10**9], [1, 2**16]),
-        (DotConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
-        (MoLConfig, "model.similarity", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
-        (MoLConfig, "model.similarity", "query_components", [0], [1]),
-        (MoLConfig, "model.similarity", "item_components", [0], [1]),
-        (MoLConfig, "model.similarity", "component_dim", [0, 10**9], [1]),
-        (MoLConfig, "model.similarity", "gate_hidden", [0], [1]),
-        (MoLConfig, "model.similarity", "projection_hidden", [-1, 10**9], [0, 1]),
-        (MoLConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (MoLConfig, "model.similarity", "gate_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (MoLConfig, "model.similarity", "gate_input_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (MoLConfig, "model.similarity", "mutual_information", [-0.1, NAN], [0.0, 3.0]),
-        (MLPConfig, "model.similarity", "hidden", [0], [1]),
-        (MLPConfig, "model.similarity", "dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (NeuMFConfig, "model.similarity", "gmf_dim", [0], [1]),
-        (NeuMFConfig, "model.similarity", "hidden", [0], [1]),
-        (NeuMFConfig, "model.similarity", "mlp_dim", [0], [1]),
-        (NeuMFConfig, "model.similarity", "final_hidden", [0], [1]),
-        (NeuMFConfig, "model.similarity", "dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (DeepFMConfig, "model.similarity", "query_components", [0], [1]),
-        (DeepFMConfig, "model.similarity", "item_components", [0], [1]),
-        (DeepFMConfig, "model.similarity", "component_dim", [0, 10**9], [1]),
-        (DeepFMConfig, "model.similarity", "projection_hidden", [-1, 10**9], [0, 1]),
-        (DeepFMConfig, "model.similarity", "projection_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (DeepFMConfig, "model.similarity", "hidden", [0], [1]),
-        (DeepFMConfig, "model.similarity", "dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (HIndexerConfig, "model.hindexer", "dim", [0], [1]),
-        (HIndexerConfig, "model.hindexer", "temperature", [0.0, -1.0, NAN], [1e-3, 20.0]),
-        (HIndexerConfig, "model.hindexer", "weight", [-0.1, NAN], [0.0, 3.0]),
-        (ModelConfig, "model", "item_id_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (ModelConfig, "model", "user_id_dropout", [-0.1, 1.0, NAN], [0.0, 0.99]),
-        (ModelConfig, "model", "dim", [10**9], [4, 64]),
-        (LossConfig, "model.loss", "negatives", [-1, 10**9], [1, 2**22]),
-        (LossConfig, "model.loss", "in_batch", [-1, 10**9], [0, 1]),
+        (section, prefix, field, *LIMITS[field])
+        for prefix, sections in SECTIONS.items()
+        for section in sections
+        for field in section.__dataclass_fields__
+        if field in LIMITS
     ],
 )
 def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
     section: type, prefix: str, field: str, wrong: list[float], right: list[float]
 ) -> None:
-    require_limits(section, prefix, field, wrong, right)
+    require_limits(section, prefix, field, wrong + [0] * (field in WIDTHS and section != ModelConfig), right)
 
 
 @pytest.mark.parametrize(
