@@ -211,6 +211,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "small")
 
 
+@pytest.fixture(scope="session")
+def featured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with features of every owner and kind."""
+    from small_data import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("featured") / "small", weighted=True)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Any]:
+    """This process alone."""
+    from logitmix.comm.process_group import process_group
+
+    with process_group("cpu", 60) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """For tests that set torch's number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def to_train(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that training is started with; nothing is trained."""

@@ -16,8 +16,10 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Bags
+from logitmix.modules.config import ModelConfig
 from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
+from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.data import writer
 from logitmix.trainer.data.batches import RankingUsers
@@ -219,6 +221,16 @@ def made_run(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any], *
     return path
 
 
+def random_tower(config: ModelConfig, schema: Schema, generator: torch.Generator) -> Tower:
+    """All weights random: initial biases are zero, and initial norms do nothing."""
+    tower = Tower(config, schema)
+    tower.reset_parameters(generator)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return tower
+
+
 @contextmanager
 def a_model(
     config: Config, schema: Schema | None = None, device: Any = "cpu"
@@ -290,6 +302,12 @@ def gather_table(model: "ParallelModel", name: str = ITEM) -> Tensor:
     """A whole table [rows, D] on every rank."""
     sharded = model.shards()[name]
     return ShardedRows.of_shards(sharded, model.ranks).fetch(torch.arange(sharded.size()[0]))
+
+
+def hit_rate(run: Path) -> float:
+    """HR@1 of a run on the test part."""
+    rate: float = json.loads((run / "results.json").read_text())["hr@1"]
+    return rate
 
 
 @torch.no_grad()

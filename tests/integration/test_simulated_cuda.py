@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import two_ranks
 from simulated_cuda import Fault, Streams
-from small_data import a_pipeline, small_config, write_dataset
+from small_data import a_pipeline, small_config
 
 from logitmix.modules.batch import Batch
 from logitmix.trainer import api
@@ -88,11 +88,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if found is None:
         pytest.skip("no C++ compiler")
     return found
-
-
-@pytest.fixture(scope="module")
-def featured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("featured") / "data", features=True, weighted=True)
 
 
 def trained(

@@ -7,7 +7,6 @@ import inspect
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,13 +132,6 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Each instruction set that this machine has."""
     monkeypatch.setattr(mol_loss, "_LEVEL", request.param)
     return request.param
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sampling import one_of_each
-from small_data import in_memory
+from small_data import in_memory, random_tower
 from torch import Tensor, nn
 
 from logitmix.modules.batch import Batch, Packing
@@ -84,12 +84,7 @@ def config(similarity: str, share: Share = "sequence", kind: Literal["softmax", 
 
 
 def tower_of(options: ModelConfig, seed: int = 0) -> Tower:
-    tower, generator = Tower(options, IDS), torch.Generator().manual_seed(seed)
-    tower.reset_parameters(generator)
-    with torch.no_grad():
-        for parameter in tower.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return tower
+    return random_tower(options, IDS, torch.Generator().manual_seed(seed))
 
 
 def table(dim: int = 16) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_data import random_tower
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
@@ -33,12 +34,7 @@ LENGTHS = [2, 3]
 
 
 def tower_of(config: ModelConfig = CONFIG, schema: Schema = SCHEMA) -> Tower:
-    tower, generator = Tower(config, schema), torch.Generator().manual_seed(0)
-    tower.reset_parameters(generator)
-    with torch.no_grad():
-        for parameter in tower.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return tower
+    return random_tower(config, schema, torch.Generator().manual_seed(0))
 
 
 def rows() -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from small_data import FEATURES, random_column
+from small_data import FEATURES, random_column, random_tower
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -92,11 +92,7 @@ def small_model(
         hindexer=HIndexerConfig(dim=8, weight=0.2 if hindexer else 0.0),
     )
     generator = torch.Generator().manual_seed(seed)
-    tower = Tower(config, schema)
-    tower.reset_parameters(generator)
-    with torch.no_grad():
-        for parameter in tower.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    tower = random_tower(config, schema, generator)
     item_XD = torch.randn(num_items, config.dim, generator=generator)
     dims = schema.dims(config.dim)
     others = {

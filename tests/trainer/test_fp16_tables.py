@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import a_pipeline, small_config, write_dataset
+from small_data import a_pipeline, small_config
 
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
@@ -20,18 +20,13 @@ from logitmix.trainer.run.state import pieces_of, state_of
 SETTINGS = {"tables.precision": "fp16", "train.epochs": 2, "train.precision": "fp32", "evaluate.every_epochs": 1}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", features=True)
-
-
-def config_of(data: Path, optimizer: str, **more: Any) -> Config:
-    return small_config(data, SETTINGS | {"tables.optimizer": optimizer, "model.features": ["all"]} | more)
+def config_of(featured: Path, optimizer: str, **more: Any) -> Config:
+    return small_config(featured, SETTINGS | {"tables.optimizer": optimizer, "model.features": ["all"]} | more)
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
-def test_the_bytes_are_those_of_the_plan_and_rows_move(data: Path, optimizer: str) -> None:
-    config = config_of(data, optimizer, **{"tables.tags.pooled": True, "tables.lr": 0.1})
+def test_the_bytes_are_those_of_the_plan_and_rows_move(featured: Path, optimizer: str) -> None:
+    config = config_of(featured, optimizer, **{"tables.tags.pooled": True, "tables.lr": 0.1})
     with a_pipeline(config, 1) as pipeline:
         model = pipeline.model
         before = {name: table.local_shards()[0].tensor.detach().clone() for name, table in model.shards().items()}
@@ -44,15 +39,15 @@ def test_the_bytes_are_those_of_the_plan_and_rows_move(data: Path, optimizer: st
             assert shard.tensor.dtype == torch.float16 and not torch.equal(shard.tensor, before[name])
 
 
-def test_a_run_is_resumed_bit_for_bit_and_exported(data: Path, tmp_path: Path) -> None:
-    config = config_of(data, "rowwise_adagrad")
+def test_a_run_is_resumed_bit_for_bit_and_exported(featured: Path, tmp_path: Path) -> None:
+    config = config_of(featured, "rowwise_adagrad")
     whole, resumed, fp32 = tmp_path / "whole", tmp_path / "resumed", tmp_path / "fp32"
     loop.train(config, whole)
     for epochs in (1, 2):
         loop.train(replace(config, train=replace(config.train, epochs=epochs)), resumed)
-    loop.train(config_of(data, "rowwise_adagrad", **{"tables.precision": "fp32"}), fp32)
+    loop.train(config_of(featured, "rowwise_adagrad", **{"tables.precision": "fp32"}), fp32)
     exact = {"comm.forward": "fp32", "comm.backward": "fp32"}
-    two_ranks.run(loop.train, config_of(data, "rowwise_adagrad", **exact), two := tmp_path / "two")
+    two_ranks.run(loop.train, config_of(featured, "rowwise_adagrad", **exact), two := tmp_path / "two")
     losses = {
         run: [row["loss"] for row in read_rows(run) if row["kind"] == "train"] for run in (whole, resumed, fp32, two)
     }

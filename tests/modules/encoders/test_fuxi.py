@@ -1,6 +1,5 @@
 """FuXi-alpha against one sequence after the other, each weight of each channel written out, in FP64."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from test_hstu import bucket, dropped, entered, packing, require_close_in_bf16, silu
-from test_sasrec import DIM, NOISE, assert_same_queries, assert_zero_gradients, filled, rows
+from test_sasrec import DIM, NOISE, assert_as_alone, assert_zero_gradients, filled
 from torch import Tensor
 
+from logitmix.modules.batch import Packing
 from logitmix.modules.config import FuXiConfig
 from logitmix.modules.encoders.fuxi import FuXi, attend_places
 from logitmix.modules.initialize import initialized
@@ -29,11 +29,11 @@ def table(of: list[list[tuple[int, int] | None]], weight: Callable[[int, int], T
     return torch.stack([torch.stack([weight(*pair) if pair else zero for pair in row]) for row in of])
 
 
-def plain(
-    encoder: FuXi, item_LD: Tensor, row_L: Tensor, asked: list[int], time: list[int], heads: int, noise: Noise | None
-) -> Tensor:
-    """The queries [L, D] of one sequence."""
+def plain(encoder: FuXi, item_LD: Tensor, packing: Packing, at: slice, heads: int, noise: Noise | None) -> Tensor:
+    """The queries [L, D] of the sequence that is at these positions of a packing."""
     L, D = item_LD.shape
+    assert packing.time_T is not None and packing.asked_T is not None
+    row_L, time, asked = packing.row_T[at], packing.time_T[at].tolist(), packing.asked_T[at].tolist()
 
     def drop(x: Tensor, site: str) -> Tensor:
         return dropped(x, noise, encoder.rate, site, row_L)
@@ -67,21 +67,9 @@ def plain(
 @pytest.mark.parametrize("times", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
-    encoder, lengths = make(heads=heads, times=times), [3, 1, 0, 6, 2]
-    item_TD, packed = rows(sum(lengths)).requires_grad_(), packing(lengths, first_row=100)
-    assert packed.time_T is not None and packed.asked_T is not None and len(packed.groups) > 1
-    query_TD = encoder(item_TD, packed, noise)
-    expected_TD = torch.cat(
-        [
-            plain(
-                encoder, item_TD[at], packed.row_T[at], packed.asked_T[at].tolist(), packed.time_T[at].tolist(), heads,
-                noise,
-            )
-            for at in itertools.starmap(slice, itertools.pairwise(packed.bounds))
-            if at.stop > at.start
-        ]
-    )  # fmt: skip
-    assert_same_queries(encoder, item_TD, query_TD, expected_TD)
+    encoder, packed = make(heads=heads, times=times), packing([3, 1, 0, 6, 2], first_row=100)
+    assert len(packed.groups) > 1
+    assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, packed, at, heads, noise))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])

@@ -1,9 +1,7 @@
 """HSTU against one sequence after the other, each attention weight written out, in FP64; its compiled attention against
 the plain form."""
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_sasrec import DIM, NOISE, assert_same_queries, assert_zero_gradients, bf16_errors, filled, rows
+from test_sasrec import DIM, NOISE, assert_as_alone, assert_zero_gradients, bf16_errors, filled, rows
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
@@ -64,13 +62,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def plain(
-    encoder: HSTU, item_LD: Tensor, packing: Packing, start: int, heads: int, noise: Noise | None = None
+    encoder: HSTU, item_LD: Tensor, packing: Packing, at: slice, heads: int, noise: Noise | None = None
 ) -> Tensor:
-    """The queries [L, D] of the sequence that starts at position `start` of a packing."""
+    """The queries [L, D] of the sequence that is at these positions of a packing."""
     L, D = item_LD.shape
-    row_L = packing.row_T[start : start + L]
     assert packing.time_T is not None and packing.asked_T is not None
-    time, asked = packing.time_T[start : start + L].tolist(), packing.asked_T[start : start + L].tolist()
+    row_L, time, asked = packing.row_T[at], packing.time_T[at].tolist(), packing.asked_T[at].tolist()
 
     def drop(x: Tensor, site: str) -> Tensor:
         return dropped(x, noise, encoder.rate, site, row_L)
@@ -106,17 +103,8 @@ def plain(
 @pytest.mark.parametrize("times", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
-    encoder, lengths = make(heads=heads, times=times), [3, 1, 0, 6, 2]
-    item_TD, packed = rows(sum(lengths)).requires_grad_(), packing(lengths, first_row=100)
-    query_TD = encoder(item_TD, packed, noise)
-    expected_TD = torch.cat(
-        [
-            plain(encoder, item_TD[start:end], packed, start, heads, noise)
-            for start, end in itertools.pairwise(packed.bounds)
-            if end > start
-        ]
-    )
-    assert_same_queries(encoder, item_TD, query_TD, expected_TD)
+    encoder, packed = make(heads=heads, times=times), packing([3, 1, 0, 6, 2], first_row=100)
+    assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, packed, at, heads, noise))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
@@ -237,13 +225,6 @@ def test_compiled_equals_plain_for_any_shape(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hstu_attention, "_LEVEL", chosen)
         assert_same(tensors, packing(lengths, seed=seed))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(threads: None) -> None:

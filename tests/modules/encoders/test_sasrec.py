@@ -47,8 +47,15 @@ def packing(lengths: list[int], first_row: int = 0) -> Packing:
     return Packing(torch.tensor(lengths, dtype=torch.int64), first_row)
 
 
-def assert_same_queries(encoder: nn.Module, item_TD: Tensor, query_TD: Tensor, expected_TD: Tensor) -> None:
-    """And the same gradients of the items and of all parameters."""
+def assert_as_alone(
+    encoder: nn.Module, packed: Packing, noise: Noise | None, alone: Callable[[Tensor, slice], Tensor]
+) -> None:
+    """The queries of each sequence, whose items are at a slice of the positions, are those of `alone`, and so are the
+    gradients of the items and of all parameters."""
+    item_TD = rows(packed.bounds[-1]).requires_grad_()
+    query_TD = encoder(item_TD, packed, noise)
+    places = itertools.starmap(slice, itertools.pairwise(packed.bounds))
+    expected_TD = torch.cat([alone(item_TD[at], at) for at in places if at.stop > at.start])
     torch.testing.assert_close(query_TD, expected_TD, rtol=0, atol=1e-12)
     weight_TD, wanted = rows(len(item_TD), seed=1), [item_TD, *encoder.parameters()]
     actual, expected = (torch.autograd.grad((of * weight_TD).sum(), wanted) for of in (query_TD, expected_TD))
@@ -121,18 +128,8 @@ def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = No
 @pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None) -> None:
-    encoder, lengths = make(heads=heads), [3, 1, 0, 6, 2]
-    item_TD = rows(sum(lengths)).requires_grad_()
-    query_TD = encoder(item_TD, packing(lengths, first_row=100), noise)
-    bounds = [0, 3, 4, 4, 10, 12]
-    expected_TD = torch.cat(
-        [
-            plain(encoder, item_TD[start:end], heads, noise, 100 + start)
-            for start, end in itertools.pairwise(bounds)
-            if end > start
-        ]
-    )
-    assert_same_queries(encoder, item_TD, query_TD, expected_TD)
+    encoder, packed = make(heads=heads), packing([3, 1, 0, 6, 2], first_row=100)
+    assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, heads, noise, 100 + at.start))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])

@@ -195,7 +195,7 @@ def test_any_candidates(lengths: list[int], X: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("stored", ["FP32", "INT8"])
-def test_a_score_depends_on_its_pair_alone(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_depends_on_its_pair_alone(stored: str, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on threads, on other candidates or on the place in a block."""
     mol = mol_of(8, 8, 32, 128)
     query, item = sides_of(mol, 1, 5000)
@@ -203,20 +203,18 @@ def test_a_score_depends_on_its_pair_alone(stored: str, monkeypatch: pytest.Monk
         query, item, _ = in_8_bits(query, item)
     everything = torch.arange(5000)
     whole = mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000])
-    threads = torch.get_num_threads()
     monkeypatch.setattr(module, "_PAIRS", 100)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000]), whole)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(3)
+    assert torch.equal(mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000]), whole)
     some = torch.tensor([4999, 17, 17, 2600])
     assert torch.equal(mol_scores(query, item, mol.pair_parameters(), some, [0, 4]), whole[some])
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("stored", ["FP32", "INT8"])
-def test_queries_that_are_scored_in_turns(stored: str, is_sorted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_that_are_scored_in_turns(
+    stored: str, is_sorted: bool, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts of the candidates of each, by several threads."""
     mol = mol_of(8, 8, 32, 16)
     query, item = sides_of(mol, 5, 900)
@@ -231,15 +229,11 @@ def test_queries_that_are_scored_in_turns(stored: str, is_sorted: bool, monkeypa
         for b, of in enumerate(lists)
         for some in of.split(100)
     ]
-    threads = torch.get_num_threads()
     monkeypatch.setattr(module, "_PAIRS", 800)
-    try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            found = mol_scores(query, item, mol.pair_parameters(), torch.cat(lists), bounds)
-            assert torch.equal(found, torch.cat(each))
-    finally:
-        torch.set_num_threads(threads)
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found = mol_scores(query, item, mol.pair_parameters(), torch.cat(lists), bounds)
+        assert torch.equal(found, torch.cat(each))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

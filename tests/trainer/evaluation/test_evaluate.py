@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +13,7 @@ from rich.console import Console
 from small_data import in_memory, small_config, write_late_items
 from torch import Tensor
 
-from logitmix.comm.process_group import Ranks, process_group
+from logitmix.comm.process_group import Ranks
 from logitmix.modules.config import ModelConfig, SASRecConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Feature, Schema
@@ -33,12 +32,6 @@ from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.results import read_ranks, read_test_users
 
 ITEMS = 60
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu", 60) as alone:
-        yield alone
 
 
 def test_metrics_are_the_formulas() -> None:

@@ -1,6 +1,5 @@
 """The sharded ranking against counting by hand, one user after the other."""
 
-from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter
 from types import SimpleNamespace
@@ -31,12 +30,6 @@ from logitmix.trainer.parallel.sharded_rows import ShardedRows, own_range
 
 ITEMS, DIM, L = 150, 8, 6
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with process_group("cpu", 60) as alone:
-        yield alone
 
 
 def users_of(histories: list[list[int]], targets: list[int]) -> RankingUsers:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_data import small_config
+from small_data import hit_rate, small_config
 
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, RECENCY_VALUES, Feature, Schema, Table
@@ -127,10 +127,6 @@ def trained(folder: Path, epochs: int) -> Path:
 @pytest.fixture(scope="module")
 def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("paced"), 1)
-
-
-def hit_rate(run: Path) -> float:
-    return json.loads((run / "results.json").read_text())["hr@1"]
 
 
 @pytest.mark.slow

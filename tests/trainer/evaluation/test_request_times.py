@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import small_config, trained_scores
+from small_data import hit_rate, small_config, trained_scores
 from small_data import write_dataset as small_features
 from torch import Tensor
 
@@ -67,10 +67,6 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dataset(paced: Path) -> Dataset:
     return load_dataset(paced / "data")
-
-
-def hit_rate(run: Path) -> float:
-    return json.loads((run / "results.json").read_text())["hr@1"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, a_pipeline, gather_table, small_config, write_dataset
+from small_data import a_model, a_pipeline, gather_table, small_config
 from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.process_group import process_group
@@ -35,11 +35,6 @@ STEPS, BROKEN = 42, 4
 """Steps, one of which moves no weight."""
 EVERY_STEP = 20
 """Here after fewer steps than 100, only every tenth computes the average."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", features=True)
 
 
 def weights(model: ParallelModel) -> dict[str, np.ndarray]:
@@ -74,9 +69,9 @@ def trained(config: Config) -> tuple[list[dict[str, np.ndarray]], dict[str, np.n
 @pytest.mark.parametrize(
     ("decay", "sharding"), [pytest.param(0.999, "row_wise", marks=pytest.mark.slow), (0.5, "column_wise")]
 )
-def test_the_average_is_that_of_its_definition(data: Path, decay: float, sharding: str) -> None:
+def test_the_average_is_that_of_its_definition(featured: Path, decay: float, sharding: str) -> None:
     settings = {"train.ema": decay, "tables.sharding": sharding, "model.features": ["tags"], "tables.tags.pooled": True}
-    for of_steps, at_end in two_ranks.run(trained, small_config(data, settings)):
+    for of_steps, at_end in two_ranks.run(trained, small_config(featured, settings)):
         for name, found in at_end.items():
             expected = np.zeros_like(found)
             for count, of_step in enumerate(of_steps, 1):
@@ -104,9 +99,9 @@ def started(config: Config, run: Path) -> dict[str, torch.Tensor]:
         return taken
 
 
-def test_what_reads_a_run_takes_the_average(data: Path, tmp_path: Path) -> None:
+def test_what_reads_a_run_takes_the_average(featured: Path, tmp_path: Path) -> None:
     run, plain = tmp_path / "run", tmp_path / "plain"
-    config = small_config(data, {"train.ema": 0.9, "train.epochs": 3, "evaluate.baselines": False})
+    config = small_config(featured, {"train.ema": 0.9, "train.epochs": 3, "evaluate.baselines": False})
     results = train(config, run)
     assert evaluate_run(run, "test", None, None, "cpu", 1) == {
         name: value for name, value in results.items() if name not in ("seconds", "examples_per_second")
@@ -122,7 +117,7 @@ def test_what_reads_a_run_takes_the_average(data: Path, tmp_path: Path) -> None:
         assert torch.equal(weight, found[name])
     export(run, tmp_path / "export")
     # Training itself is that without an average.
-    train(small_config(data, {"train.epochs": 3, "evaluate.baselines": False}), plain)
+    train(small_config(featured, {"train.epochs": 3, "evaluate.baselines": False}), plain)
     losses = [[row["loss"] for row in read_rows(of, "train")] for of in (run, plain)]
     assert losses[0] == losses[1]
     assert read_rows(run, "validation") != read_rows(plain, "validation")
@@ -136,9 +131,9 @@ def go_on(config: Config, run: Path) -> dict[str, float]:
     return train(config, run)
 
 
-def test_a_resumed_run_goes_on_with_its_average(data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_average(featured: Path, tmp_path: Path) -> None:
     settings = {"train.ema": 0.95, "comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
-    whole, half = (small_config(data, settings | {"train.epochs": epochs}) for epochs in (4, 2))
+    whole, half = (small_config(featured, settings | {"train.epochs": epochs}) for epochs in (4, 2))
     train(whole, tmp_path / "whole")
     train(half, tmp_path / "halves")
     train(whole, tmp_path / "halves")
@@ -153,8 +148,8 @@ def test_a_resumed_run_goes_on_with_its_average(data: Path, tmp_path: Path) -> N
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def test_the_plan_counts_the_average(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "small.toml").write_text(dump_toml(small_config(data)))
+def test_the_plan_counts_the_average(featured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.toml").write_text(dump_toml(small_config(featured)))
     plans = []
     for words in ([], ["--train.ema", "0.99"]):
         cli.main(["plan", str(tmp_path / "small.toml"), "--world-size", "2", "--device", "cpu", "--json", *words])
@@ -181,10 +176,10 @@ def test_the_average_of_a_table_in_fp16_is_in_fp32() -> None:
 
 
 @pytest.mark.long
-def test_a_device_needs_room_for_the_average(data: Path) -> None:
+def test_a_device_needs_room_for_the_average(featured: Path) -> None:
     def fits(room: int, ema: float) -> bool:
-        config = small_config(data, {"train.ema": ema, "model.dim": 64, "tables.optimizer": "rowwise_adagrad"})
-        _, tables = unsharded(load_dataset(data).schema, config, torch.device("cuda"))
+        config = small_config(featured, {"train.ema": ema, "model.dim": 64, "tables.optimizer": "rowwise_adagrad"})
+        _, tables = unsharded(load_dataset(featured).schema, config, torch.device("cuda"))
         try:
             plan_tables(tables, config, Devices(1, 1, "cuda", room))
         except ValueError:
@@ -196,8 +191,8 @@ def test_a_device_needs_room_for_the_average(data: Path) -> None:
     assert not fits(least + average - 1, 0.9) and fits(least + average, 0.9)
 
 
-def test_each_device_needs_room_for_the_averages_of_its_tables(data: Path) -> None:
-    config = small_config(data, {"train.ema": 0.9, "tables.optimizer": "sgd", "tables.sharding": "table_wise"})
+def test_each_device_needs_room_for_the_averages_of_its_tables(featured: Path) -> None:
+    config = small_config(featured, {"train.ema": 0.9, "tables.optimizer": "sgd", "tables.sharding": "table_wise"})
     tables = [EmbeddingTable("item", 10**7, 64)]
     # The planner reserves 15 % and is told of half of the average: rows and average, of one device, would not fit.
     rows = 4 * 64 * 10**7

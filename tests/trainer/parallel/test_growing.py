@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import a_pipeline, a_step, assert_close, gather_table, small_config, write_dataset
+from small_data import a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
@@ -43,11 +43,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", weighted=True)
-
-
 def losses_of(configs: list[Config]) -> list[list[float]]:
     """This rank's losses of each configuration's first steps."""
     found = []
@@ -61,9 +56,9 @@ def losses_of(configs: list[Config]) -> list[list[float]]:
     return found
 
 
-def test_with_a_row_for_each_value_losses_are_those_of_static_tables(data: Path) -> None:
+def test_with_a_row_for_each_value_losses_are_those_of_static_tables(featured: Path) -> None:
     configs = [
-        small_config(data, BASE | variant | capacity) for variant in VARIANTS.values() for capacity in ({}, ENOUGH)
+        small_config(featured, BASE | variant | capacity) for variant in VARIANTS.values() for capacity in ({}, ENOUGH)
     ]
     for found in (losses_of(configs), *two_ranks.run(losses_of, configs)):
         for name, static, growing in zip(VARIANTS, found[::2], found[1::2], strict=True):
@@ -133,9 +128,9 @@ def train_few(config: Config) -> Seen:
         return Seen(losses, rows, {name: gather_table(model, name) for name in model.shards()}, evicted)
 
 
-def test_rows_that_pass_to_another_value_start_anew_on_any_ranks(data: Path) -> None:
+def test_rows_that_pass_to_another_value_start_anew_on_any_ranks(featured: Path) -> None:
     settings = BASE | FEW | {"tables.user.evict": "frequency", "tables.tags.admit_after": 2, "train.ema": 0.9}
-    configs = [small_config(data, settings | VARIANTS[variant]) for variant in ("adam", "adagrad")]
+    configs = [small_config(featured, settings | VARIANTS[variant]) for variant in ("adam", "adagrad")]
     for alone, first, second in zip(train_all_few(configs), *two_ranks.run(train_all_few, configs), strict=True):
         assert alone.evicted > 0
         assert alone.rows == first.rows == second.rows
@@ -145,9 +140,9 @@ def test_rows_that_pass_to_another_value_start_anew_on_any_ranks(data: Path) -> 
             assert_close(first.after[name], rows, 1e-3)
 
 
-def test_a_plan_counts_fewer_rows_and_what_knows_whose_they_are(data: Path) -> None:
+def test_a_plan_counts_fewer_rows_and_what_knows_whose_they_are(featured: Path) -> None:
     settings = {"tables.user.capacity": 7, "tables.user.admit_after": 2, "tables.tags.capacity": 5}
-    config = small_config(data, BASE | settings | {"tables.tags.pooled": True})
+    config = small_config(featured, BASE | settings | {"tables.tags.pooled": True})
     plan = plan_job(config, Devices(2, 2, "cpu"))
     # A bucket of 7 rows and one of 5, with candidates for the users.
     assert {name: (table.rows, table.map_bytes) for name, table in plan.tables.items() if table.map_bytes} == {
@@ -155,27 +150,27 @@ def test_a_plan_counts_fewer_rows_and_what_knows_whose_they_are(data: Path) -> N
         "tags": (6, 3 * 8 * 5),
     }
     assert "0.3 KiB on hosts for which value has which row" in plan.text()
-    static = plan_job(small_config(data, BASE | {"tables.tags.pooled": True}), Devices(2, 2, "cpu"))
+    static = plan_job(small_config(featured, BASE | {"tables.tags.pooled": True}), Devices(2, 2, "cpu"))
     assert (
         sum(plan.table_bytes) < sum(static.table_bytes) and plan.traffic["fp32"].total <= static.traffic["fp32"].total
     )
 
 
-def test_settings_that_nothing_would_read_are_refused(data: Path) -> None:
+def test_settings_that_nothing_would_read_are_refused(featured: Path) -> None:
     for given, name, value in (("admit_after", "item.admit_after", 2), ("item.evict", "item.evict", "frequency")):
         with pytest.raises(ValueError, match=rf"^tables\.{name} is {value}; it must be left out, because no table has"):
-            model_schema(Schema.of_ids(9), small_config(data, {f"tables.{given}": value}))
+            model_schema(Schema.of_ids(9), small_config(featured, {f"tables.{given}": value}))
 
 
-def test_rows_that_a_gpu_caches_are_refused(data: Path) -> None:
+def test_rows_that_a_gpu_caches_are_refused(featured: Path) -> None:
     settings = {"model.features": ["brand"], "tables.brand.capacity": 3, "tables.brand.cache_load_factor": 0.5}
-    config = small_config(data, settings)
-    schema = model_schema(load_dataset(data).schema, config)
+    config = small_config(featured, settings)
+    schema = model_schema(load_dataset(featured).schema, config)
     with pytest.raises(ValueError, match=r"for table brand, whose rows pass from value to value, which the cache does"):
         embedding_tables(schema, config, torch.device("cuda"))
 
 
-def test_the_items_have_no_capacity(data: Path) -> None:
+def test_the_items_have_no_capacity(featured: Path) -> None:
     for settings in ({"tables.item.capacity": 5}, {"tables.capacity": 5}):
         with pytest.raises(ValueError, match=r"^the capacity of table item is 5, but all its items are ranked"):
-            model_schema(Schema.of_ids(9), small_config(data, settings))
+            model_schema(Schema.of_ids(9), small_config(featured, settings))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import two_ranks
 from sampling import one_of_each, run_with
-from small_data import a_model, a_pipeline, a_step, assert_close, gather_table, small_config, write_dataset
+from small_data import a_model, a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -99,11 +99,6 @@ SAMPLE = one_of_each(
 FP8 = CLIP | SGD | {"comm.forward": "fp8", "comm.backward": "fp8", "comm.parts": 2}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", weighted=True)
-
-
 @dataclass
 class Seen:
     """Of one rank: its own part of the losses; the rest is global."""
@@ -116,21 +111,27 @@ class Seen:
     plan: Mapping[str, TablePlan]
     tower: dict[str, Tensor]
     norm: Tensor | None
+    wire_bytes: float
+    cuts: list[tuple[int, ...]]
+    """Sizes of the items' shards."""
 
 
 def train_steps(config: Config, steps: int) -> Seen:
     with a_pipeline(config, steps) as pipeline:
         model = pipeline.model
         before = {name: gather_table(model, name) for name in model.shards()}
-        losses, named = [], {name: set[int]() for name in before}
+        losses, named, wire_bytes = [], {name: set[int]() for name in before}, 0.0
         for _ in range(steps):
             gradients = a_step(pipeline)
+            wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
             for name, ids in pipeline.batch.ids.items():
                 named[name] |= set((ids.values if isinstance(ids, Bags) else ids).tolist())
             losses.append(pipeline.losses["loss"].detach())
         after = {name: gather_table(model, name) for name in before}
         tower = {name: parameter.detach() for name, parameter in model.tower.named_parameters()}
-        return Seen(losses, gradients, before, after, named, model.plan, tower, pipeline.total_norm)
+        cuts = [tuple(shard.shard_sizes) for shard in model.shards()[ITEM].metadata().shards_metadata]
+        norm = pipeline.total_norm
+        return Seen(losses, gradients, before, after, named, model.plan, tower, norm, wire_bytes, cuts)
 
 
 def train_all(configs: list[Config], steps: int) -> list[Seen]:
@@ -138,11 +139,11 @@ def train_all(configs: list[Config], steps: int) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def trained(data: Path, request: pytest.FixtureRequest) -> dict[str, tuple[Seen, Seen, Seen]]:
+def trained(featured: Path, request: pytest.FixtureRequest) -> dict[str, tuple[Seen, Seen, Seen]]:
     """By name: both ranks of two, and one process alone, after a step."""
     names = run_with(request, "name") | {"sgd", "adam", "rowwise_adagrad", "mixed", "fp8"}
     of = {name: settings for name, settings in (SETTINGS | {"fp8": FP8}).items() if name in names}
-    configs = [small_config(data, EXACT | settings) for settings in of.values()]
+    configs = [small_config(featured, EXACT | settings) for settings in of.values()]
     pairs = zip(*two_ranks.run(train_all, configs, 1), strict=True)
     return {name: (*pair, train_steps(config, 1)) for name, config, pair in zip(of, configs, pairs, strict=True)}
 
@@ -224,10 +225,10 @@ def first_change(optimizer: str, gradient_RD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", [of for of in SAMPLE if of.values[0] in CLIPPED])
 def test_clipping_is_that_of_a_model_with_dense_tables(
-    data: Path, trained: dict[str, tuple[Seen, Seen, Seen]], name: str
+    featured: Path, trained: dict[str, tuple[Seen, Seen, Seen]], name: str
 ) -> None:
     """On one rank and on two, where a row has gradients of both."""
-    config = small_config(data, EXACT | SETTINGS[name])
+    config = small_config(featured, EXACT | SETTINGS[name])
     expected = clipped_by_torch(config)
     assert bool(expected.norm > config.train.clip) == (name != "clip nothing")
     for seen in trained[name]:
@@ -240,10 +241,10 @@ def test_clipping_is_that_of_a_model_with_dense_tables(
 
 
 def test_with_an_fp8_wire_the_norm_is_that_of_the_gradients_that_arrive(
-    data: Path, trained: dict[str, tuple[Seen, Seen, Seen]]
+    featured: Path, trained: dict[str, tuple[Seen, Seen, Seen]]
 ) -> None:
     first, second, _ = trained["fp8"]
-    expected = clipped_by_torch(small_config(data, EXACT | FP8))
+    expected = clipped_by_torch(small_config(featured, EXACT | FP8))
     assert torch.equal(first.norm, second.norm)
     # E5M2 rounds each number by up to an eighth, up or down.
     torch.testing.assert_close(first.norm, expected.norm, rtol=0.02, atol=0)
@@ -266,8 +267,8 @@ def value_of(column: Column, row: int) -> Any:
     return column.values[column.offsets[row] : column.offsets[row + 1]]
 
 
-def test_lookups_name_each_row_once_and_every_value(data: Path) -> None:
-    dataset, random = load_dataset(data), np.random.default_rng(1)
+def test_lookups_name_each_row_once_and_every_value(featured: Path) -> None:
+    dataset, random = load_dataset(featured), np.random.default_rng(1)
     rows = {
         "item": np.sort(random.choice(dataset.num_items, 9, replace=False)),
         "user": random.integers(0, dataset.num_users, 4),
@@ -314,8 +315,8 @@ def dropped(
     return set(batch.id_V[replaced].tolist()), set(batch.id_V.tolist())
 
 
-def test_ids_are_dropped_at_their_rate_alike_on_all_ranks_and_anew_each_step(data: Path) -> None:
-    dataset, config = load_dataset(data), small_config(data, {"model.item_id_dropout": 0.4})
+def test_ids_are_dropped_at_their_rate_alike_on_all_ranks_and_anew_each_step(featured: Path) -> None:
+    dataset, config = load_dataset(featured), small_config(featured, {"model.item_id_dropout": 0.4})
     alone = [dropped(dataset, config, step) for step in range(20)]
     shares = [len(gone) / len(named) for gone, named in alone]
     # 20 batches of some 40 items: 3 standard deviations of their mean.
@@ -324,4 +325,4 @@ def test_ids_are_dropped_at_their_rate_alike_on_all_ranks_and_anew_each_step(dat
     for step in range(3):
         parts = [dropped(dataset, config, step, rank, 2) for rank in range(2)]
         assert set.union(*(gone for gone, _ in parts)) == alone[step][0]
-    assert not dropped(dataset, small_config(data), 0)[0]
+    assert not dropped(dataset, small_config(featured), 0)[0]

@@ -1,7 +1,6 @@
 """Sharded tables, dense gradients and the FP8 wire. That two ranks do what one process does: test_many_tables.py."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
-from small_data import ITEMS, a_pipeline, a_step, assert_close, gather_table, small_config
+from small_data import ITEMS, a_pipeline, assert_close, gather_table, small_config
+from test_many_tables import Seen, train_all, train_steps
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -24,38 +24,6 @@ SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}
 FP32 = {"comm.forward": "fp32", "comm.backward": "fp32", **COMPUTE}
 SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
-
-
-@dataclass
-class Seen:
-    """What one rank saw; losses and rows are its own part, the rest is global."""
-
-    losses: list[Tensor]
-    gradients: dict[str, Tensor]
-    before: Tensor
-    after: Tensor
-    touched: Tensor
-    wire_bytes: float
-    shards: list[tuple[int, ...]]
-
-
-def train_steps(config: Config, steps: int) -> Seen:
-    with a_pipeline(config, steps) as pipeline:
-        model = pipeline.model
-        before, losses, touched = gather_table(model), [], torch.zeros(ITEMS + 1, dtype=torch.bool)
-        gradients, wire_bytes = {}, 0.0
-        for _ in range(steps):
-            gradients = a_step(pipeline)
-            losses.append(pipeline.losses["loss"].detach())
-            touched[pipeline.batch.id_V.cpu()] = True
-            wire_bytes += float(pipeline.wire_counts[:, 0, 0].sum())
-        after = gather_table(model)
-        shards = [tuple(shard.shard_sizes) for shard in model.shards()[ITEM].metadata().shards_metadata]
-        return Seen(losses, gradients, before, after, touched, wire_bytes, shards)
-
-
-def train_all(configs: list[Config], steps: int) -> list[Seen]:
-    return [train_steps(config, steps) for config in configs]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -103,7 +71,7 @@ def test_dense_gradients_in_bf16(sharded: dict) -> None:
         assert torch.equal(first.gradients[key].bfloat16().float(), first.gradients[key])
         assert_close(alone.gradients[key], exact, 2**-8)
     assert any((first.gradients[key] != exact).any() for key, exact in sharded["row_wise"][2].gradients.items())
-    assert_close(first.after, sharded["row_wise"][0].after, 1e-6)
+    assert_close(first.after[ITEM], sharded["row_wise"][0].after[ITEM], 1e-6)
 
 
 def test_dense_gradients_keep_their_order(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +91,7 @@ def test_dense_gradients_keep_their_order(data: Path, monkeypatch: pytest.Monkey
 def test_tables_are_cut_as_told(sharded: dict) -> None:
     rows = ITEMS + 1
     cuts = {"row_wise": [(26, 8), (25, 8)], "table_wise": [(rows, 8)], "column_wise": [(rows, 4)] * 2}
-    assert {name: sharded[name][0].shards for name in cuts} == cuts
+    assert {name: sharded[name][0].cuts for name in cuts} == cuts
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 dot"])
@@ -133,8 +101,8 @@ def test_the_fp8_wire_rounds_as_the_codec_does_and_no_more(sharded: dict, name: 
     first, second, alone = sharded[name]
     assert first.wire_bytes > 0
     assert_close(first.losses[0] + second.losses[0], alone.losses[0], 1e-5)
-    error = (first.after - first.before) - (alone.after - alone.before)
-    assert 1e-3 < error.norm() / (alone.after - alone.before).norm() < 2**-3
+    change, expected = (of.after[ITEM] - of.before[ITEM] for of in (first, alone))
+    assert 1e-3 < (change - expected).norm() / expected.norm() < 2**-3
 
 
 def test_what_fp8_costs_a_dot_product(sharded: dict) -> None:
@@ -142,15 +110,15 @@ def test_what_fp8_costs_a_dot_product(sharded: dict) -> None:
     (MoL at its start amplifies it: its components are directions of vectors near zero.)"""
     rounded, exact = sharded["fp8 dot"][2], sharded["dot"][2]
     assert 0 < abs(rounded.losses[0] / exact.losses[0] - 1) < 2**-4
-    error = (rounded.after - rounded.before) - (exact.after - exact.before)
-    assert 1e-3 < error.norm() / (exact.after - exact.before).norm() < 2**-4 + 2**-3
+    change, expected = (of.after[ITEM] - of.before[ITEM] for of in (rounded, exact))
+    assert 1e-3 < (change - expected).norm() / expected.norm() < 2**-4 + 2**-3
 
 
 def test_weights_come_from_the_seed_alone(data: Path) -> None:
     once, again, other = (train_steps(small_config(data, FP32 | {"train.seed": seed}), 1) for seed in (1, 1, 2))
-    assert torch.equal(once.after, again.after) and once.losses[0] == again.losses[0]
-    assert not torch.equal(once.before, other.before)
-    assert abs(float(once.before.std()) / (0.02 * 0.8796) - 1) < 0.1  # std of a normal cut at 2 sigma
+    assert torch.equal(once.after[ITEM], again.after[ITEM]) and once.losses[0] == again.losses[0]
+    assert not torch.equal(once.before[ITEM], other.before[ITEM])
+    assert abs(float(once.before[ITEM].std()) / (0.02 * 0.8796) - 1) < 0.1  # std of a normal cut at 2 sigma
 
 
 @pytest.mark.parametrize(
@@ -219,9 +187,8 @@ def test_a_cpu_without_bf16_computes_in_fp32(
 
 def test_adam_moves_the_rows_that_a_batch_touches_and_no_other(data: Path) -> None:
     seen = train_steps(small_config(data, FP32 | {"train.batch_size": 2}), 1)
-    assert 0 < seen.touched.sum() < ITEMS
-    moved = (seen.after != seen.before).any(1)
-    assert torch.equal(moved, seen.touched)
+    moved = (seen.after[ITEM] != seen.before[ITEM]).any(1).nonzero().flatten().tolist()
+    assert 0 < len(moved) < ITEMS and {*moved} == seen.named[ITEM]
 
 
 @pytest.mark.gpu
@@ -236,8 +203,9 @@ def test_the_next_rows_on_a_gpu(data: Path) -> None:
 def test_a_gpu_does_what_the_cpu_does(data: Path, optimizer: str) -> None:
     settings = FP32 | {"tables.optimizer": optimizer}
     on_cpu, on_gpu = (train_steps(small_config(data, settings | {"train.device": d}), 3) for d in ("cpu", "cuda"))
-    assert torch.equal(on_gpu.before.cpu(), on_cpu.before)
+    assert torch.equal(on_gpu.before[ITEM].cpu(), on_cpu.before[ITEM])
     for gpu, cpu in zip(on_gpu.losses, on_cpu.losses, strict=True):
         assert_close(gpu.cpu(), cpu, 1e-4)
     # Sums in another order.
-    assert_close((on_gpu.after - on_gpu.before).cpu(), on_cpu.after - on_cpu.before, 1e-3)
+    moved, expected = (of.after[ITEM].cpu() - of.before[ITEM].cpu() for of in (on_gpu, on_cpu))
+    assert_close(moved, expected, 1e-3)

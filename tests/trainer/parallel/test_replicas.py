@@ -9,7 +9,7 @@ import pytest
 import torch
 import two_ranks
 from sampling import one_of_each, run_with
-from small_data import a_pipeline, a_step, assert_close, gather_table, small_config, write_dataset
+from small_data import a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 
 from logitmix.trainer.config import Config
@@ -79,16 +79,11 @@ def train_all(configs: dict[str, Config], steps: int) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "small", weighted=True)
-
-
-@pytest.fixture(scope="module")
-def trained(data: Path, request: pytest.FixtureRequest) -> dict[str, tuple[list[Seen], Seen]]:
+def trained(featured: Path, request: pytest.FixtureRequest) -> dict[str, tuple[list[Seen], Seen]]:
     """By name: the ranks of 2 x 2, and one process alone, after two steps."""
     of = {name: EXACT | settings for name, settings in SETTINGS.items()} | {"fp8": FP8}
     names = [name for name in of if name in run_with(request, "name")]
-    configs = {name: small_config(data, of[name] | {"tables.group_size": 2}) for name in sorted(names)}
+    configs = {name: small_config(featured, of[name] | {"tables.group_size": 2}) for name in sorted(names)}
     ranks = zip(*two_ranks.run(train_all, configs, 2, world_size=4), strict=True)
     alone = [train_steps(config, 2) for config in configs.values()]
     return {name: ([*of_name], one) for name, of_name, one in zip(configs, ranks, alone, strict=True)}

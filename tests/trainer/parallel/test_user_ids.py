@@ -1,6 +1,5 @@
 """Users' ids as a feature: in training, evaluation and serving."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from small_data import in_memory, small_config
+from small_data import hit_rate, in_memory, small_config
 
 from logitmix.modules.schema import USER, Schema
 from logitmix.modules.towers import Tower
@@ -133,11 +132,6 @@ KNOWING = ("with", "component")
 
 def own(user: int) -> int:
     return 1 + user % (ITEMS - 1)
-
-
-def hit_rate(run: Path) -> float:
-    rate: float = json.loads((run / "results.json").read_text())["hr@1"]
-    return rate
 
 
 @pytest.mark.slow

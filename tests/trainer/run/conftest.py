@@ -7,7 +7,6 @@ import pytest
 from damages import SETTINGS, replace_train, steps
 from small_data import a_model, small_config, write_dataset
 
-from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer.loop import train
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.run.saving import Saver
@@ -41,10 +40,3 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("another")
     train(small_config(write_dataset(folder / "data", users=30, items=25), SETTINGS), folder / "run")
     return folder / "run"
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """This process alone."""
-    with process_group("cpu", 60) as ranks:
-        yield ranks

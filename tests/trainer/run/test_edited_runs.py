@@ -29,34 +29,22 @@ def test_other_names_beside_the_checkpoints_are_left_alone(
     assert capsys.readouterr().err == ""
 
 
-def trained(run: Path, config: Config) -> None:
-    train(config, run)
-
-
-def refitted(run: Path, config: Config) -> None:
-    train(replace_train(config, refit=True), run)
-
-
-def reported(run: Path, _: Config) -> None:
-    write_report([run], run.parent / "report.html")
-
-
-def exported(run: Path, _: Config) -> None:
-    export(run, run.parent / "out")
-
-
-def evaluated(run: Path, _: Config) -> None:
-    evaluate_run(run, "test", None, None, "cpu", 1)
-
-
+READERS: dict[str, Callable[[Path, Config], object]] = {
+    "train": lambda run, config: train(config, run),
+    "refit": lambda run, config: train(replace_train(config, refit=True), run),
+    "report": lambda run, _: write_report([run], run.parent / "report.html"),
+    "export": lambda run, _: export(run, run.parent / "out"),
+    "evaluate": lambda run, _: evaluate_run(run, "test", None, None, "cpu", 1),
+    "ranks": lambda run, _: read_ranks(run),
+    "users": lambda run, _: read_test_users(run),
+    "load": lambda run, _: checkpoint.load_saved(run),
+}
 ROW = "metrics.jsonl, line 2"
 RANKS, USERS = "test_ranks.json is not a list of ranks from 1", "test_users.json is not a list of raw ids of users"
 SCHEMA = b'{"users": 1, "items": 2, "actions": 3, "name": "", "schema": %s}'
-READERS: list[tuple[list[Callable[[Path, Config], object]], list[tuple[bytes, str]]]] = [
-    ([refitted, reported], [
+OF_READERS: list[tuple[str, list[tuple[bytes, str]]]] = [
+    ("refit report", [
         (b"[]", f"{ROW} is not a JSON object"),
-        (b"3", f"{ROW} is not a JSON object"),
-        (b"null", f"{ROW} is not a JSON object"),
         (b"{", f"{ROW} is damaged ("),
         (b"\xff\xfe", f"{ROW} is damaged ("),
         (b"[" * 100_000, f"{ROW} is damaged (nested too deep)"),
@@ -64,28 +52,23 @@ READERS: list[tuple[list[Callable[[Path, Config], object]], list[tuple[bytes, st
         (b'{"kind": 3, "step": 1}', f"{ROW}: kind is 3; it must be a text"),
         (b'{"kind": "train"}', f"{ROW} has no field step"),
         (b'{"kind": "train", "step": -1}', f"{ROW}: step is -1; it must be a count"),
-        (b'{"kind": "train", "step": "1"}', f"{ROW}: step is '1'; it must be a number"),
         (b'{"kind": "train", "step": 1.5}', f"{ROW}: step is 1.5; it must be a count"),
         (b'{"kind": "train", "step": 1, "loss": "low"}', f"{ROW}: loss is 'low'; it must be a number"),
         (b'{"kind": "validation", "step": 1, "hr@10": null}', f"{ROW}: hr@10 is None; it must be a number"),
     ]),
-    ([refitted], [(b'{"kind": "validation", "step": 1}', f"{ROW} has no field hr@10")]),
-    ([exported, reported], [
+    ("refit", [(b'{"kind": "validation", "step": 1}', f"{ROW} has no field hr@10")]),
+    ("export report", [
         (b"{", "results.json is damaged"),
-        (b"\xff", "results.json is damaged"),
         (b"[]", "results.json is not a JSON object"),
         (b"{}", "results.json has no numbers"),
-        (b'{"mrr": 1}', "results.json has no field"),
         (b'{"step": "x"}', "results.json: step is 'x'; it must be a number"),
         (b'{"step": 12, "seconds": null}', "results.json: seconds is None; it must be a number"),
         (b'{"step": 12, "validation": {"hr@10": "x"}}', "results.json: validation: hr@10 is 'x'; it must be a number"),
     ]),
-    ([lambda run, _: read_ranks(run)],
+    ("ranks",
      [(of, RANKS) for of in (b"{}", b"[0]", b"[1.5]", b'["1"]', b"[true]", b"[1, [2]]", b"[99999999999999999999]")]),
-    ([lambda run, _: read_test_users(run)], [(of, USERS) for of in (b"{}", b"[0]", b"[null]", b'["u", ["v"]]')]),
-    ([lambda run, _: checkpoint.load_saved(run)], [
-        (b"{", "dataset.json is damaged"),
-        (b"\xff", "dataset.json is damaged"),
+    ("users", [(of, USERS) for of in (b"{}", b"[0]", b"[null]", b'["u", ["v"]]')]),
+    ("load", [
         (b"[]", "dataset.json is not a JSON object"),
         (b"{}", "dataset.json: users is None; it must be a count"),
         (b'{"users": -1}', "dataset.json: users is -1; it must be a count"),
@@ -94,8 +77,7 @@ READERS: list[tuple[list[Callable[[Path, Config], object]], list[tuple[bytes, st
         (SCHEMA % b"3", "dataset.json: schema is not a JSON object"),
         (SCHEMA % b"{}", "dataset.json: schema.features is missing"),
     ]),
-    ([exported, trained], [
-        (b"\xff", "config.toml is damaged"),
+    ("export train", [
         (b"[", "config.toml: not valid TOML"),
         (b"a = " + b"[" * 100_000, "config.toml: not valid TOML"),
         (b"what = 3", "config.toml: unknown key what"),
@@ -104,7 +86,7 @@ READERS: list[tuple[list[Callable[[Path, Config], object]], list[tuple[bytes, st
         (b"model = 3", "config.toml: model is a section, not a value"),
     ]),
 ]  # fmt: skip
-EDITS = [(readers, *edit) for readers, edits in READERS for edit in edits]
+EDITS = [(readers, *edit) for readers, edits in OF_READERS for edit in edits]
 
 
 @pytest.mark.parametrize("number", range(len(EDITS)))
@@ -116,9 +98,9 @@ def test_an_edited_file_of_a_run_is_told(run: Path, number: int) -> None:
         content = b"".join([first, content + b"\n", *others])
     (run / "digests.json").unlink()
     file.write_bytes(content)
-    for read in readers:
+    for name in readers.split():
         with told(said):
-            read(run, config)
-    for read in (evaluated, trained) if file.name == "dataset.json" else ():
+            READERS[name](run, config)
+    for name in ("evaluate", "train") if file.name == "dataset.json" else ():
         with told("dataset"):  # it is another one, at the least
-            read(run, config)
+            READERS[name](run, config)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damages import PART, SETTINGS
 from small_data import a_model, interrupted, small_config, write_dataset
 from stores import Memory
 
@@ -52,10 +53,6 @@ from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.run.stages import final_run
 
 DATA, RUN, EXPORT = "memory://bucket/data/small", "memory://bucket/runs/a", "memory://bucket/exports/a"
-PART = "part-00000-of-00001.safetensors"
-SETTINGS = {"train.epochs": 3, "train.precision": "fp32", "evaluate.users": 4, "evaluate.baselines": False}
-SETTINGS |= {"evaluate.exclude_history": "no", "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
-SETTINGS |= {"train.keep": 1}
 
 
 @pytest.fixture
@@ -80,7 +77,7 @@ def put(local: Path, url: str) -> Path:
 
 
 def config(**settings: Any) -> Config:
-    return small_config(Path("unused"), SETTINGS | {"data.path": DATA} | settings)
+    return small_config(Path("unused"), SETTINGS | {"train.keep": 1, "data.path": DATA} | settings)
 
 
 def until(holds: Callable[[], bool]) -> None:
