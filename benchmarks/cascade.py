@@ -20,7 +20,6 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import tyro
@@ -29,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine
+from benchmarks.measure import drawing, machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import has_user_component
 from logitmix.modules.hindexer import HIndexer
@@ -245,16 +244,15 @@ def _of_runs(results: list[dict[str, dict[str, float]]], name: str, metric: str,
 
 
 def plot(results: list[dict[str, dict[str, float]]], shares: list[float], file: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for arm, style in zip(ARMS, ("-", "--"), strict=True):
-        for metric, color in (("recall@10", "C0"), ("recall@100", "C1")):
-            means = [statistics.fmean(result[f"{arm} {share:g}"][metric] for result in results) for share in shares]
-            axes.plot(shares, means, style, marker="o", color=color, label=f"{metric}, {arm}")
-    axes.set(xscale="log", xlabel="k', share of the corpus", ylabel="share of MoL's own best items")
-    axes.set_xticks(shares, [f"{share:.0%}" for share in shares])
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=120)
+    with drawing(file, figsize=(6, 4), dpi=120) as (_, axes):
+        for arm, style in zip(ARMS, ("-", "--"), strict=True):
+            for metric, color in (("recall@10", "C0"), ("recall@100", "C1")):
+                means = [statistics.fmean(result[f"{arm} {share:g}"][metric] for result in results) for share in shares]
+                axes.plot(shares, means, style, marker="o", color=color, label=f"{metric}, {arm}")
+        axes.set(xscale="log", xlabel="k', share of the corpus", ylabel="share of MoL's own best items")
+        axes.set_xticks(shares, [f"{share:.0%}" for share in shares])
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ from functools import partial
 import fbgemm_gpu
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import machine, milliseconds
+from benchmarks.measure import machine, milliseconds, print_table
 from logitmix.comm import fp8, fp8_plain
 
 FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
@@ -168,21 +166,19 @@ def _up_to_bf16(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _show_errors(errors: list[dict[str, float | int | str]]) -> None:
-    shown = Table("rows", "format", "scale", "bytes a row", "relative RMS error", "/ FP32 scale's", title="64 elements")
-    for row in errors:
-        cells = (f"{row['bytes']}", f"{row['error']:.5f}", f"{row['ratio']:.3f}")
-        shown.add_row(str(row["rows"]), str(row["format"]), str(row["scale"]), *cells)
-    Console(width=140).print(shown)
+    heads = ("rows", "format", "scale", "bytes a row", "relative RMS error", "/ FP32 scale's")
+    cells = ([*[*row.values()][:4], f"{row['error']:.5f}", f"{row['ratio']:.3f}"] for row in errors)
+    print_table(heads, cells, "64 elements", 140)
 
 
 def _show_speed(rows: list[Row], options: Options) -> None:
     heads = ("D", "way", "format", "", "bytes a row", "GB/s of FP32 (range)", "/ eager", "of copy's bytes/s")
-    shown = Table(*heads, title=_setting(options))
+    cells = []
     for row in rows:
         speed = f"{row.gb_per_second:.2f} ({row.slowest:.2f} to {row.fastest:.2f})"
-        cells = (f"{row.wire_bytes}", speed, f"{row.ratio:.2f}", f"{row.of_copy:.2f}")
-        shown.add_row(str(row.dim), row.way, row.format, row.name, *cells)
-    Console(width=140).print(shown)
+        names = (row.dim, row.way, row.format, row.name, row.wire_bytes)
+        cells.append((*names, speed, f"{row.ratio:.2f}", f"{row.of_copy:.2f}"))
+    print_table(heads, cells, _setting(options), 140)
 
 
 def _setting(options: Options) -> str:

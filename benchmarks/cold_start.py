@@ -33,10 +33,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import logitmix, machine, spread
+from benchmarks.measure import logitmix, machine, print_table, spread
 from logitmix.modules.kinds.text import NGRAMS, TextEncoder
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
@@ -122,12 +120,12 @@ def main(options: Options) -> None:
                 found.setdefault(method, []).append(rate)
     setting = f"{options.dataset}, {options.seeds} seeds, {options.epochs} epochs; {machine()}"
     heads = ("method", "HR@50 of cold targets", "/ chance", "test HR@10, HR@50, MRR of known items")
-    table = Table(*heads, title=setting)
     chance = statistics.mean(found["chance"])
-    for method, rates in found.items():
-        figures = "; ".join(known.get(method, []))
-        table.add_row(method, spread(rates, 4), f"{statistics.mean(rates) / chance:.1f}", figures)
-    Console(width=120).print(table)
+    rows = (
+        (method, spread(rates, 4), f"{statistics.mean(rates) / chance:.1f}", "; ".join(known.get(method, [])))
+        for method, rates in found.items()
+    )
+    print_table(heads, rows, setting)
 
 
 def shop(options: Options) -> None:
@@ -158,12 +156,8 @@ def shop(options: Options) -> None:
         of_category = np.bincount(category_X, count_X) / np.maximum(np.bincount(category_X, count_X > 0), 1)
         hits = [_hit(of_category[category_X], target) for target in target_U[count_X[target_U] == 0]]
     heads = ("features", "HR@50 of cold targets", "HR@50", "HR@10")
-    table = Table(*heads, title=f"demo-shop, {options.epochs} epochs; {machine()}")
-    for row in rows:
-        table.add_row(*row)
-    table.add_row("popularity by category", f"{statistics.mean(hits):.4f}")
-    table.add_row("chance", f"{K / dataset.num_items:.4f}")
-    Console(width=120).print(table)
+    rows += [("popularity by category", f"{statistics.mean(hits):.4f}"), ("chance", f"{K / dataset.num_items:.4f}")]
+    print_table(heads, rows, f"demo-shop, {options.epochs} epochs; {machine()}")
 
 
 def _write_shop(folder: Path, parameters: ShopParameters) -> None:

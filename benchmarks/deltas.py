@@ -104,7 +104,8 @@ def _measured(folder: Path, options: Options, changed: int, new_towers: bool, ca
         replaced.retriever.retrieve(HISTORIES, K)
 
     seconds["reload"] = cpu_seconds(reloaded)
-    of_delta, of_whole = (sum(of["bytes"] for of in files.values()) / 1e6 for files in _files(made[0]))
+    all_files = made[0]["files"], made[0]["manifest"]["files"]
+    of_delta, of_whole = (sum(of["bytes"] for of in files.values()) / 1e6 for files in all_files)
     return {
         "item cache": "yes" if cached else "no",
         "towers": "new" if new_towers else "same",
@@ -113,10 +114,6 @@ def _measured(folder: Path, options: Options, changed: int, new_towers: bool, ca
         "export MB": of_whole,
         **{f"{name} s": of for name, of in seconds.items()},
     }
-
-
-def _files(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return content["files"], content["manifest"]["files"]
 
 
 def _model(item_XD: torch.Tensor, seed: int) -> SavedModel:

@@ -31,11 +31,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import cpu_seconds, logitmix, machine
+from benchmarks.measure import cpu_seconds, logitmix, machine, print_table
 from benchmarks.mol_scoring import CHUNK, plain
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.stage1 import hindexer_topk
@@ -72,7 +70,7 @@ def main(options: Options) -> None:
         {"history": [ids[random.randrange(len(ids))] for _ in range(HISTORY)]} for _ in range(options.queries)
     ]
     query_BH = retriever.query_sides(asked)["hindexer.0"]
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[str, ...]] = []
     exact: dict[bool, tuple[np.ndarray, list[set[str]]]] = {}
     for name, megabytes, search, is_filtered in _engines(Path(options.directory), retriever, options.kept):
         start, found = time.process_time(), []
@@ -85,21 +83,11 @@ def main(options: Options) -> None:
         ]
         every, best = exact.setdefault(is_filtered, (items, ranked))
         shared = [len(set(a) & set(b)) for a, b in zip(items.tolist(), every.tolist(), strict=True)]
-        rows.append(
-            {
-                "engine": name,
-                "mb": megabytes,
-                "cpu_ms": taken / options.queries * 1000,
-                "recall": sum(shared) / every.size,
-                "best": sum(len(a & b) for a, b in zip(ranked, best, strict=True)) / sum(map(len, best)),
-            }
-        )
+        of_best = sum(len(a & b) for a, b in zip(ranked, best, strict=True)) / sum(map(len, best))
+        times = f"{megabytes:.1f}", f"{taken / options.queries * 1000:.2f}"
+        rows.append((name, *times, f"{sum(shared) / every.size:.4f}", f"{of_best:.4f}"))
     setting = f"{len(ids):,} items, {options.kept:,} kept; {machine()}"
-    table = Table("engine", "MB", "CPU ms", f"recall@{options.kept}", f"of the best {K}", title=setting)
-    for row in rows:
-        figures = (f"{row['mb']:.1f}", f"{row['cpu_ms']:.2f}", f"{row['recall']:.4f}", f"{row['best']:.4f}")
-        table.add_row(row["engine"], *figures)
-    Console(width=120).print(table)
+    print_table(("engine", "MB", "CPU ms", f"recall@{options.kept}", f"of the best {K}"), rows, setting)
 
 
 @torch.inference_mode()
@@ -145,12 +133,10 @@ def _of_users(options: Options) -> None:
             for row, of in zip(found, best[first : first + BATCH], strict=True)
         )
     setting = f"{len(users):,} users, {len(ids_of):,} items, {options.kept:,} kept; {machine()}"
-    table = Table("", "CPU ms a user", "users a CPU second", title=setting)
     rows = {"logitmix recommend": (whole - start) / (len(users) - 1), "peer": sum(seconds) / len(users)}
     rows |= {f"of it {name}": of / len(users) for name, of in zip(("encoding", "faiss", "MoL"), seconds, strict=True)}
-    for name, of_user in rows.items():
-        table.add_row(name, f"{1000 * of_user:.2f}", f"{1 / of_user:.1f}")
-    Console(width=120).print(table)
+    cells = ((name, f"{1000 * of_user:.2f}", f"{1 / of_user:.1f}") for name, of_user in rows.items())
+    print_table(("", "CPU ms a user", "users a CPU second"), cells, setting)
     print(f"start of the command {start:.1f} s; {shared / len(users) / K:.4f} of the best {K} are the same")
 
 

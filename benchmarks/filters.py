@@ -18,9 +18,8 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.measure import cpu_seconds, machine
+from benchmarks.measure import cpu_seconds, machine, print_table
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
@@ -93,10 +92,8 @@ def main(options: Options) -> None:
             filtered, unfiltered = (statistics.median(of[1:]) for of in times.values())
             row |= {f"{kept} ms": filtered, f"{kept} ratio": filtered / unfiltered, f"{kept} recall": min(recalls)}
         rows.append(row)
-    table = Table(*rows[0], title=f"{X:,} items; {machine()}")
-    for row in rows:
-        table.add_row(f"{row['share']:.2%}", *(f"{value:.2f}" for value in [*row.values()][1:]))
-    Console().print(table)
+    cells = ([f"{row['share']:.2%}", *(f"{value:.2f}" for value in [*row.values()][1:])] for row in rows)
+    print_table(rows[0], cells, f"{X:,} items; {machine()}")
 
 
 @torch.inference_mode()

@@ -76,14 +76,10 @@ def flops(dim: int, config: SimilarityConfig) -> Flops:
 
 
 def main() -> None:
-    counted = {
-        name: {method: flops(of.dim, config) for method, (config, _) in of.methods.items()}
-        for name, of in PAPER.items()
-    }
     table = Table("dataset", "d", "method", "query", "item", "pair", "item + pair", "paper", title="K multiply-adds")
     for name, of in PAPER.items():
-        for method, (_, paper) in of.methods.items():
-            row = counted[name][method]
+        for method, (config, paper) in of.methods.items():
+            row = flops(of.dim, config)
             cells = [f"{part / 1024:.1f}" for part in (row.query, row.item, row.pair, row.item + row.pair)]
             note = f" ({of.not_cacheable} not cacheable)" if method == "MoL" else ""
             table.add_row(name, str(of.dim), method, *cells, f"{paper}{note}")

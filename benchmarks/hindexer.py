@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine, milliseconds, spent
+from benchmarks.measure import machine, milliseconds, print_table, spent
 from logitmix.modules.stage1 import CHUNK, LARGEST, Int8Corpus, hindexer_topk, scale_of
 
 HNSW_ITEMS, IVF_LISTS = 200_000, 2**12
@@ -77,11 +75,7 @@ def main(options: Options) -> None:
         query_BH = torch.nn.functional.normalize(torch.randn(B, H, generator=random), dim=1)
         rows += _compared(query_BH, item_XH, corpus, allowed, peers, options)
     setting = f"{options.items:,} x {options.width}, k' = {options.k:,}, {options.threads} threads; {machine()}"
-    table = Table("queries", "method", "ms", "/ hindexer_topk", "items", "recall", "MB", title=setting)
-    for row in rows:
-        shown = (f"{row['ms']:.1f}", f"{row['ratio']:.1f}", row["found"], row["recall"], row["mb"])
-        table.add_row(str(row["queries"]), str(row["method"]), *map(str, shown))
-    Console(width=120).print(table)
+    print_table(("queries", "method", "ms", "/ hindexer_topk", "items", "recall", "MB"), rows, setting)
 
 
 Search = Callable[[Tensor], Any]
@@ -117,7 +111,7 @@ def _compared(
     allowed: Tensor,
     peers: dict[str, Search],
     options: Options,
-) -> list[dict[str, object]]:
+) -> list[tuple[object, ...]]:
     k = options.k
     bits = torch.from_numpy(np.packbits(allowed.numpy(), bitorder="little"))
     methods: dict[str, Callable[[], Any]] = {
@@ -142,18 +136,18 @@ def _compared(
     methods["read the corpus once"] = lambda: corpus.blocks.view(-1).view(torch.int64).sum()
     times = milliseconds(methods, options.repetitions)
     medians = {name: statistics.median(of) for name, of in times.items()}
-    rows: list[dict[str, object]] = []
+    rows: list[tuple[object, ...]] = []
     for name, method in methods.items():
-        row: dict[str, object] = {"queries": len(query_BH), "method": name, "ms": medians[name]}
-        row |= {"ratio": medians[name] / medians["hindexer_topk"], "found": "", "recall": "", "mb": ""}
+        times_of = len(query_BH), name, f"{medians[name]:.1f}", f"{medians[name] / medians['hindexer_topk']:.1f}"
+        count = recall = mb = ""
         if name != "read the corpus once":
-            row["mb"] = f"{spent(method).peak_mb:.0f}"
+            mb = f"{spent(method).peak_mb:.0f}"
             found = [torch.as_tensor(part) for part in method()]
             found = [part[part >= 0] for part in found]
-            row["found"] = " to ".join(f"{count:,}" for count in sorted({len(part) for part in found})[:: len(found)])
+            count = " to ".join(f"{number:,}" for number in sorted({len(part) for part in found})[:: len(found)])
             if exact is not None and "allowed" not in name:
-                row["recall"] = f"{sum(float(exact[b, part].sum()) for b, part in enumerate(found)) / exact.sum():.4f}"
-        rows.append(row)
+                recall = f"{sum(float(exact[b, part].sum()) for b, part in enumerate(found)) / exact.sum():.4f}"
+        rows.append((*times_of, count, recall, mb))
     return rows
 
 

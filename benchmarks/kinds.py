@@ -19,10 +19,8 @@ from statistics import mean
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.trainer import cli
 from logitmix.trainer.data.dataset import load_dataset
@@ -84,10 +82,8 @@ def main(options: Options) -> None:
                     cli.main(["train", "auto", "--data.path", str(data), *chain(*SETTINGS.items()), *words, *of_seed])
                 rows.setdefault(arm, []).append(ranked(run, options.targets))
     names = next(iter(rows.values()))[0]
-    table = Table("trained on", *names, title=machine())
-    for arm, of_seeds in rows.items():
-        table.add_row(arm, *(f"{mean(one[name] for one in of_seeds):.4f}" for name in names))
-    Console(width=200).print(table)
+    cells = ([arm, *(f"{mean(one[name] for one in of):.4f}" for name in names)] for arm, of in rows.items())
+    print_table(("trained on", *names), cells, machine(), 200)
 
 
 def ranked(run: Path, targets: Sequence[str]) -> dict[str, float]:

@@ -11,16 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from logitmix.trainer.parallel.parallelize import computes_bf16
 
@@ -98,6 +100,41 @@ def spread(values: list[float], digits: int) -> str:
     """Median and range."""
     shown = f"{statistics.median(values):.{digits}f}"
     return shown if len(values) == 1 else f"{shown} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def print_table(heads: Iterable[str], rows: Iterable[Sequence[object]], title: str, width: int = 120) -> None:
+    table = Table(*heads, title=title)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(width=width).print(table)
+
+
+@contextmanager
+def drawing(path: str | Path, *shape: int, dpi: int = 100, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its panels, which are written to the file in the end; an SVG of the same is the same file."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = Path(path).name
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(*shape, layout="constrained", **options)
+    yield figure, panels
+    figure.savefig(path, dpi=dpi, metadata={"Date": None} if str(path).endswith(".svg") else None)
+    pyplot.close(figure)
+
+
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """The arguments of a command that has these settings."""
+    words = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            section, _, last = flag.rpartition(".")
+            words.append(flag if value else f"{section}.no-{last}")
+        else:
+            words += [flag, *(value if isinstance(value, tuple) else [str(value)])]
+    return words
 
 
 def machine() -> str:

@@ -28,7 +28,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import machine, python
+from benchmarks.measure import machine, python, words_of
 from logitmix.modules.schema import Feature, Schema
 from logitmix.modules.schema import Table as FeatureTable
 from logitmix.trainer.data.columns import Column
@@ -54,11 +54,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    folder = Path(tempfile.mkdtemp(dir=options.folder or None))
-    try:
-        rows = list(_measure(options, folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
+        rows = list(_measure(options, Path(folder)))
     limit = 0.65 * (options.items + options.feature_rows) * (DIM + 1) * 4 + 2e9
     counts = f"{options.items:,} items, {options.feature_rows:,} rows of a feature"
     title = f"GB at most, of {limit / 1e9:.2f} allowed; {counts}, {machine()}"
@@ -73,9 +70,8 @@ def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each command and phase."""
     data, run = folder / "data", folder / "run"
     write_data(data, options.items, options.users, options.feature_rows)
-    settings = [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-    train = ["train", "demo-mol", "--data.path", str(data), "--run", str(run), *settings, "--model.features", "all"]
-    train += ["--train.epochs"]
+    train = ["train", "demo-mol", "--data.path", str(data), "--run", str(run), *words_of(SETTINGS)]
+    train += ["--model.features", "all", "--train.epochs"]
     commands = {
         "train": [*train, "2"],
         "train on": [*train, "3"],

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine, milliseconds, spent
+from benchmarks.measure import machine, milliseconds, print_table, spent
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Side
 from logitmix.modules.similarity.mol import MoL
@@ -63,18 +61,11 @@ def main(options: Options) -> None:
     for name, method in methods.items():
         found, peak = method().view(options.queries, K), spent(method).peak_mb
         best = found.topk(min(BEST, K)).indices[:, :, None] == expected.topk(min(BEST, K)).indices[:, None]
-        row = {"ms": medians[name], "ratio": medians[REFERENCE] / medians[name], "mb": peak}
-        row |= {"error": float((found - expected).std() / expected.std()), "recall": float(best.any(1).float().mean())}
-        rows.append({"method": name, **row})
+        error, recall = float((found - expected).std() / expected.std()), float(best.any(1).float().mean())
+        ratio = medians[REFERENCE] / medians[name]
+        rows.append((name, f"{medians[name]:.0f}", f"{ratio:.1f}", f"{peak:.0f}", f"{error:.1e}", f"{recall:.3f}"))
     setting = f"{options.queries} x {K:,} of {options.items:,} items, {options.threads} threads; {machine()}"
-    table = Table("method", "ms", f"{REFERENCE} / method", "MB", "error", "recall@100", title=setting)
-    for shown in rows:
-        cells = (f"{shown[name]:{form}}" for name, form in FORMS.items())
-        table.add_row(str(shown["method"]), *cells)
-    Console(width=120).print(table)
-
-
-FORMS = {"ms": ".0f", "ratio": ".1f", "mb": ".0f", "error": ".1e", "recall": ".3f"}
+    print_table(("method", "ms", f"{REFERENCE} / method", "MB", "error", "recall@100"), rows, setting)
 
 
 def random_mol(random: torch.Generator) -> MoL:

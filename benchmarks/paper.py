@@ -37,7 +37,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import logitmix, machine
+from benchmarks.measure import drawing, logitmix, machine, words_of
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import Fields, parse_json, write_whole
 from logitmix.common.mappings import require
@@ -418,8 +418,7 @@ def finished(cell: Cell, options: Options) -> Path | None:
 def train(cell: Cell, options: Options) -> dict[str, Any]:
     if cell.start:
         finished(cell.start, options)
-    run, settings = cell.run(options), cell.settings(options)
-    words = [word for name, value in settings.items() for word in _words(name, value)]
+    run, words = cell.run(options), words_of(cell.settings(options))
     Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
     try:
         logitmix("train", cell.recipe, *words, "--run", str(run))
@@ -455,14 +454,6 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
         "users": refit["users"],
         "corpus": refit["corpus"],
     }
-
-
-def _words(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if isinstance(value, bool):
-        section, _, last = flag.rpartition(".")
-        return [flag if value else f"{section}.no-{last}"]
-    return [flag, *value] if isinstance(value, tuple) else [flag, str(value)]
 
 
 def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
@@ -772,26 +763,20 @@ def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, RankingUsers]]:
 
 def popularity(options: Options) -> None:
     """Draws how often items are among the best 10 of the test part's users: items by buckets of that number."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     edges = np.concatenate([[0, 1], 2 ** np.arange(1, 13)])
     pairs = [(dataset, method) for dataset, methods in options.chosen() for method in methods]
     cells = [Cell(*pair, 0, options.minutes) for pair in pairs]
     drawn = {cell: run for cell in cells if (run := finished(cell, options))}
     if not drawn:
         raise SystemExit(f"{options.out} has no finished run of {', '.join(cell.name for cell in cells)}")
-    for number, (cell, run) in enumerate(drawn.items()):
-        share, _ = np.histogram(recommended(final_run(run)), [*edges, np.inf])
-        place = np.arange(len(share)) + (number + 0.5) / len(drawn) - 0.5
-        axes.bar(place, share, 1 / len(drawn), label=f"{cell.dataset} {cell.method}")
-    axes.set(xlabel="times recommended, at least", ylabel="items", yscale="log")
-    axes.set_xticks(range(len(edges)), [str(edge) for edge in edges])
-    axes.legend(frameon=False)
-    figure.savefig(options.plot, dpi=150)
+    with drawing(options.plot, figsize=(8, 4.5), dpi=150) as (_, axes):
+        for number, (cell, run) in enumerate(drawn.items()):
+            share, _ = np.histogram(recommended(final_run(run)), [*edges, np.inf])
+            place = np.arange(len(share)) + (number + 0.5) / len(drawn) - 0.5
+            axes.bar(place, share, 1 / len(drawn), label=f"{cell.dataset} {cell.method}")
+        axes.set(xlabel="times recommended, at least", ylabel="items", yscale="log")
+        axes.set_xticks(range(len(edges)), [str(edge) for edge in edges])
+        axes.legend(frameon=False)
 
 
 if __name__ == "__main__":

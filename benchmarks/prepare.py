@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.csv
 import tyro
 
-from benchmarks.measure import machine
+from benchmarks.measure import drawing, machine
 
 AT_ONCE = 1_000_000
 MEASURE = """
@@ -80,20 +80,13 @@ def compared(folder: Path, actions: int, memory: str) -> dict[str, dict[str, Any
 
 
 def plot(path: Path, found: dict[int, dict[str, dict[str, Any]]], memory: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = path.name
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for panel, quantity in zip(panels, ("CPU seconds", "MiB"), strict=True):
-        for name in next(iter(found.values())):
-            panel.plot(list(found), [of[name][quantity] for of in found.values()], "o-", label=name)
-        panel.set(xscale="log", yscale="log", xlabel="actions", title=f"{quantity}, --memory {memory}")
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with drawing(path, 1, 2, figsize=(9, 3.2)) as (_, panels):
+        for panel, quantity in zip(panels, ("CPU seconds", "MiB"), strict=True):
+            for name in next(iter(found.values())):
+                panel.plot(list(found), [of[name][quantity] for of in found.values()], "o-", label=name)
+            panel.set(xscale="log", yscale="log", xlabel="actions", title=f"{quantity}, --memory {memory}")
+            panel.grid(alpha=0.3)
+            panel.legend()
 
 
 def make(path: Path, actions: int) -> None:

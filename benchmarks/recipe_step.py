@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine
+from benchmarks.measure import drawing, machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.towers import Tower
@@ -183,29 +183,21 @@ def _total(seconds: dict[str, dict[str, float]]) -> float:
 
 def _draw(result: dict[str, Any], title: str, setting: str, file: str) -> None:
     """One bar per part, forward and backward end to end."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = title
-    from matplotlib import pyplot
-
     seconds = result["seconds"]
     total = _total(seconds)
     parts = sorted(seconds, key=lambda part: sum(seconds[part].values()))
-    figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(parts) + 1.3), layout="constrained")
-    ends = [0.0] * len(parts)
-    labels = ("forward, and the gradients made in it", "backward")
-    for direction, label, color in zip(DIRECTIONS, labels, ("#4c78a8", "#a8c4e0"), strict=True):
-        widths = [100 * seconds[part][direction] / total for part in parts]
-        axes.barh(parts, widths, left=ends, color=color, label=label, height=0.7)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for place, end in enumerate(ends):
-        axes.text(end + 0.5, place, f"{end:.1f} %", va="center")
-    axes.set(title=title, xlim=(0, max(ends) * 1.12))
-    axes.xaxis.set_visible(False)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
-    milliseconds, positions = total * 1000, result["a_step"]["positions"]
-    figure.supxlabel(f"{milliseconds:.0f} ms for {positions:.0f} positions. {setting}", fontsize="small")
-    figure.savefig(file, dpi=150, metadata={"Date": None} if file.endswith(".svg") else None)
-    pyplot.close(figure)
+    with drawing(file, figsize=(9, 0.42 * len(parts) + 1.3), dpi=150) as (figure, axes):
+        ends = [0.0] * len(parts)
+        labels = ("forward, and the gradients made in it", "backward")
+        for direction, label, color in zip(DIRECTIONS, labels, ("#4c78a8", "#a8c4e0"), strict=True):
+            widths = [100 * seconds[part][direction] / total for part in parts]
+            axes.barh(parts, widths, left=ends, color=color, label=label, height=0.7)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        for place, end in enumerate(ends):
+            axes.text(end + 0.5, place, f"{end:.1f} %", va="center")
+        axes.set(title=title, xlim=(0, max(ends) * 1.12))
+        axes.xaxis.set_visible(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.legend(loc="lower right", frameon=False)
+        milliseconds, positions = total * 1000, result["a_step"]["positions"]
+        figure.supxlabel(f"{milliseconds:.0f} ms for {positions:.0f} positions. {setting}", fontsize="small")

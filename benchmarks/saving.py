@@ -21,9 +21,8 @@ from typing import Any
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.measure import machine, python, spread
+from benchmarks.measure import machine, print_table, python, spread, words_of
 from benchmarks.memory import SETTINGS, Watch, write_data
 
 ARMS = {"none": [], "waiting": ["--train.no-save-in-background"], "in the background": ["--train.save-in-background"]}
@@ -42,30 +41,23 @@ class Options:
 
 
 def main(options: Options) -> None:
-    folder = Path(tempfile.mkdtemp(dir=options.folder or None))
-    try:
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as name:
+        folder = Path(name)
         # A save comes after each epoch but the last, whose save at the end of the run is not counted.
         write_data(folder / "data", options.items, users=BATCH * options.steps)
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for arm in track([*ARMS] * options.repetitions, "measuring", console=Console(stderr=True)):
             found[arm].append(_measure(options, folder, arm))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     without = statistics.median(run["total"] for run in found["none"])
-    rows = [
-        {"saves": arm} | {name: [run[name] for run in runs] for name in ("step", "pause", "memory")}
-        | {"cost": [(run["total"] - without) / options.saves for run in runs]}
-        for arm, runs in found.items()
-    ]  # fmt: skip
+    rows = []
+    for arm, runs in found.items():
+        step, pause = ([1000 * run[name] for run in runs] for name in ("step", "pause"))
+        memory = [run["memory"] / 1e9 for run in runs]
+        cost = spread([(run["total"] - without) / options.saves for run in runs], 2) if arm != "none" else ""
+        rows.append((arm, spread(step, 1), spread(pause, 0), cost, spread(memory, 2)))
     size = found["waiting"][0]["bytes"] / 1e9
     title = f"{options.saves} checkpoints of {size:.2f} GB, one every {options.steps} steps; {machine()}"
-    table = Table("saves", "step, ms", "pause, ms", "cost of a save, s", "memory, GB", title=title)
-    for row in rows:
-        step, pause = ([1000 * s for s in row[name]] for name in ("step", "pause"))
-        memory = [of / 1e9 for of in row["memory"]]
-        cost = "" if row["saves"] == "none" else spread(row["cost"], 2)
-        table.add_row(row["saves"], spread(step, 1), spread(pause, 0), cost, spread(memory, 2))
-    Console(width=140).print(table)
+    print_table(("saves", "step, ms", "pause, ms", "cost of a save, s", "memory, GB"), rows, title, 140)
 
 
 def _measure(options: Options, folder: Path, arm: str) -> dict[str, float]:
@@ -73,8 +65,7 @@ def _measure(options: Options, folder: Path, arm: str) -> dict[str, float]:
     settings = SETTINGS | {"tables.optimizer": "adam", "train.batch-size": BATCH, "evaluate.every-epochs": 0}
     settings |= {"train.epochs": options.saves + 1, "train.keep": 1, "data.path": folder / "data"}
     settings["train.checkpoint-every"] = 0 if arm != "none" else (options.saves + 1) * options.steps
-    words = ["train", "demo-mol", "--run", str(run), *ARMS[arm]]
-    words += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    words = ["train", "demo-mol", "--run", str(run), *ARMS[arm], *words_of(settings)]
     python("-m", "benchmarks.saving", "rank", str(out), str(options.steps), *words)
     written = sum(file.stat().st_size for file in next((run / "checkpoints").iterdir()).iterdir())
     shutil.rmtree(run)

@@ -35,10 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import logitmix, machine
+from benchmarks.measure import logitmix, machine, print_table
 from logitmix.serving.retriever import Retriever
 
 ITEMS, HISTORY, K = 10_000, 20, 10
@@ -359,26 +357,16 @@ def _unexpected(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _show(rows: list[dict[str, Any]], setting: str) -> None:
-    heads = (
-        "workers, stage1",
-        "clients",
-        "malformed",
-        "requests/s",
-        "p50 ms",
-        "p99 ms",
-        "CPU ms",
-        "MB",
-        "answers by status",
-    )
-    table = Table(*heads, title=setting)
+    heads = ("workers, stage1", "clients", "malformed", "requests/s", "p50 ms", "p99 ms", "CPU ms", "MB")
+    cells = []
     for row in rows:
         if row["clients"] is None:
-            table.add_row(row["server"], "", "", "", "", "", "", f"{row['mb']:.0f}", "before")
+            cells.append([row["server"], *[""] * 6, f"{row['mb']:.0f}", "before"])
             continue
         shown = ", ".join(f"{status or 'left'}: {count:,}" for status, count in sorted(row["statuses"].items()))
         times = (f"{row['requests_per_second']:.0f}", *(f"{row[name]:.1f}" for name in ("p50_ms", "p99_ms", "cpu_ms")))
-        table.add_row(row["server"], str(row["clients"]), f"{row['bad']:.0%}", *times, f"{row['mb']:.0f}", shown)
-    Console(width=140).print(table)
+        cells.append([row["server"], row["clients"], f"{row['bad']:.0%}", *times, f"{row['mb']:.0f}", shown])
+    print_table([*heads, "answers by status"], cells, setting, 140)
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -25,11 +25,9 @@ from typing import Any
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 from scipy.sparse import csr_matrix
 
-from benchmarks.measure import cpu_seconds, logitmix, machine
+from benchmarks.measure import cpu_seconds, logitmix, machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.common.storage import fetch_run
 from logitmix.trainer.data.batches import HeldOut, RankingUsers
@@ -87,10 +85,8 @@ def main(options: Options) -> None:
             for loss in () if purchases else ("sampled_softmax", "gBCE"):
                 add(f"RecTools SASRec, {loss}", *peer("--kind", "sasrec", "--loss", loss))
     about = {"users": len(users), "of new items": int(is_new.sum()), "machine": machine()}
-    table = Table(*rows[0], title=", ".join(f"{name}: {value}" for name, value in about.items()))
-    for row in rows:
-        table.add_row(*("" if of is None else f"{of:.4f}" if isinstance(of, float) else of for of in row.values()))
-    Console(width=200).print(table)
+    cells = (["" if v is None else f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows)
+    print_table(rows[0], cells, ", ".join(f"{name}: {value}" for name, value in about.items()), 200)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from benchmarks.arms import FP8_WIRE, FP32_WIRE, PRECISIONS, Settings, words_of
-from benchmarks.measure import logitmix, machine, spread
+from benchmarks.measure import logitmix, machine, print_table, spread
 from logitmix.trainer.run.metrics import read_rows
 
 CORES = os.cpu_count() or 1
@@ -45,10 +44,9 @@ def main(options: Options) -> None:
     rates: dict[str, list[float]] = {name: [] for name in LINES}
     for name in track(list(LINES) * options.repeats, "training", console=Console(stderr=True)):
         rates[name].append(_rate(options, *LINES[name]))
-    (base, *_), table = rates.values(), Table("", "examples/s", "of the first", title=f"{options.recipe}, {machine()}")
-    for name, of in rates.items():
-        table.add_row(name, spread(of, 0), f"{statistics.median(of) / statistics.median(base):.2f}")
-    Console(width=120).print(table)
+    base, *_ = (statistics.median(of) for of in rates.values())
+    rows = ((name, spread(of, 0), f"{statistics.median(of) / base:.2f}") for name, of in rates.items())
+    print_table(("", "examples/s", "of the first"), rows, f"{options.recipe}, {machine()}")
 
 
 def _rate(options: Options, settings: Settings, processes: int) -> float:

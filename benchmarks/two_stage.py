@@ -14,14 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import machine, milliseconds, spent
+from benchmarks.measure import drawing, machine, milliseconds, print_table, spent
 from benchmarks.mol_scoring import D, random_items, random_mol
 from logitmix.modules.stage1 import CHUNK, Int8Corpus, hindexer_topk
 from logitmix.serving.topk import rank_keys
@@ -57,11 +54,10 @@ def main(options: Options) -> None:
     setting = f"{options.queries} queries at once, k = {options.k}, {options.threads} threads; {machine()}"
     if options.plot:
         plot(rows, options.queries, Path(options.plot))
-    table = Table("items", "k'", "method", "p50 ms", "p99 ms", "/ both stages", "queries / s", "MB", title=setting)
-    for row in rows:
-        times = (f"{row['p50']:.1f}", f"{row['p99']:.1f}", f"{row['ratio']:.2f}", f"{row['throughput']:.1f}")
-        table.add_row(f"{row['items']:,}", f"{row['kept']:,}", str(row["method"]), *times, f"{row['mb']:.0f}")
-    Console(width=120).print(table)
+    heads = ("items", "k'", "method", "p50 ms", "p99 ms", "/ both stages", "queries / s", "MB")
+    forms = {"items": ",", "kept": ",", "method": "", "p50": ".1f", "p99": ".1f", "ratio": ".2f", "throughput": ".1f"}
+    cells = [[f"{row[name]:{form}}" for name, form in (forms | {"mb": ".0f"}).items()] for row in rows]
+    print_table(heads, cells, setting)
 
 
 def compared(X: int, kept: int, options: Options) -> list[dict[str, float | str]]:
@@ -106,14 +102,14 @@ def compared(X: int, kept: int, options: Options) -> list[dict[str, float | str]
 
 
 def plot(rows: list[dict[str, float | str]], queries: int, file: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for method in (CASCADE, DOT, DOT_BF16, DOT_INT8):
-        of = [row for row in rows if row["method"] == method]
-        axes.plot([row["items"] for row in of], [row["throughput"] for row in of], marker="o", label=method)
-    axes.set(xscale="log", yscale="log", xlabel="items of the corpus", ylabel=f"queries a second, {queries} at once")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=120)
+    with drawing(file, figsize=(6, 4), dpi=120) as (_, axes):
+        for method in (CASCADE, DOT, DOT_BF16, DOT_INT8):
+            of = [row for row in rows if row["method"] == method]
+            axes.plot([row["items"] for row in of], [row["throughput"] for row in of], marker="o", label=method)
+        y = f"queries a second, {queries} at once"
+        axes.set(xscale="log", yscale="log", xlabel="items of the corpus", ylabel=y)
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 if __name__ == "__main__":

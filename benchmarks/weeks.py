@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
-from benchmarks.measure import cpu_seconds, logitmix, machine
+from benchmarks.measure import cpu_seconds, drawing, logitmix, machine
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run.results import read_results
 
@@ -207,34 +207,25 @@ def _write(name: str, actions: Actions) -> None:
 
 
 def plot(path: Path, reports: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = path.name
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
-        len(reports), 2, figsize=(9, 3 * len(reports)), layout="constrained", squeeze=False
-    )
-    for report, (left, right) in zip(reports, panels, strict=True):
-        rows, given = report["periods"], report["options"]
-        numbers = range(1, len(rows) + 1)
-        for name, style in (("anew", "o-"), ("continued", "s-"), ("first", "^:")):
-            at = [number for number, row in zip(numbers, rows, strict=True) if name in row]
-            of = [row[name] for row in rows if name in row]
-            left.plot(at, [each["hr@10"] for each in of], style, label=name, markersize=4)
-            if name != "first":
-                right.plot(at, [each["prepare"] + each["train"] for each in of], style, label=name, markersize=4)
-        of_period = f"{given['every']} {given['period']}" if given["every"] > 1 else given["period"].rstrip("s")
-        of_data = "MovieLens-1M" if given["source"] else "passing items" if given.get("passing") else "demo"
-        left.set(xlabel=f"period ({of_period})", title=f"{of_data}: HR@10 on the period")
-        right.set(xlabel=f"period ({of_period})", title="CPU seconds of prepare and train")
-        for panel, bottom in ((left, None), (right, 0)):
-            panel.margins(y=0.25)
-            panel.set_ylim(bottom=bottom)
-            panel.grid(alpha=0.3)
-            panel.legend(loc="upper center", ncols=3)
-    figure.savefig(path, metadata={"Date": None})
+    with drawing(path, len(reports), 2, figsize=(9, 3 * len(reports)), squeeze=False) as (_, panels):
+        for report, (left, right) in zip(reports, panels, strict=True):
+            rows, given = report["periods"], report["options"]
+            numbers = range(1, len(rows) + 1)
+            for name, style in (("anew", "o-"), ("continued", "s-"), ("first", "^:")):
+                at = [number for number, row in zip(numbers, rows, strict=True) if name in row]
+                of = [row[name] for row in rows if name in row]
+                left.plot(at, [each["hr@10"] for each in of], style, label=name, markersize=4)
+                if name != "first":
+                    right.plot(at, [each["prepare"] + each["train"] for each in of], style, label=name, markersize=4)
+            of_period = f"{given['every']} {given['period']}" if given["every"] > 1 else given["period"].rstrip("s")
+            of_data = "MovieLens-1M" if given["source"] else "passing items" if given.get("passing") else "demo"
+            left.set(xlabel=f"period ({of_period})", title=f"{of_data}: HR@10 on the period")
+            right.set(xlabel=f"period ({of_period})", title="CPU seconds of prepare and train")
+            for panel, bottom in ((left, None), (right, 0)):
+                panel.margins(y=0.25)
+                panel.set_ylim(bottom=bottom)
+                panel.grid(alpha=0.3)
+                panel.legend(loc="upper center", ncols=3)
 
 
 if __name__ == "__main__":

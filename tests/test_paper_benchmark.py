@@ -15,6 +15,7 @@ import torch
 from small_data import in_memory
 
 from benchmarks import paper
+from benchmarks.measure import words_of
 from logitmix.modules.config import DotConfig, MoLConfig
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
@@ -36,7 +37,7 @@ def test_every_cell_is_settings_of_its_recipe() -> None:
         config = with_settings(load_recipe(cell.recipe), settings)
         if (names := frozenset(settings)) not in given:  # to read them takes a tenth of a second
             given.add(names)
-            words = [word for name, value in settings.items() for word in paper._words(name, value)]
+            words = words_of(settings)
             assert of_recipe(train.Arguments, "train", [cell.recipe, *words], "")[1] == config
         name = cell.method.rpartition("+")[2].partition(" ")[0].partition("-")[0]
         assert config.model.similarity.kind == {"bce": "dot"}.get(name, name)
