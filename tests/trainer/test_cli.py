@@ -1,5 +1,6 @@
 """The words of `logitmix train`: the settings that there are depend on the kinds of similarity and encoder."""
 
+import gc
 import os
 import re
 import subprocess
@@ -28,6 +29,7 @@ from logitmix.modules.config import (
 from logitmix.trainer import cli
 from logitmix.trainer.commands import recipe_help, retrieve
 from logitmix.trainer.commands.evaluate import show_metrics
+from logitmix.trainer.commands.options import importing
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
 from logitmix.trainer.evaluation import evaluate
 
@@ -221,6 +223,19 @@ def test_help_breaks_its_lines_where_they_are_full(monkeypatch: pytest.MonkeyPat
     """Not where the docstring's do: tyro would begin a line at this quote."""
     monkeypatch.setenv("COLUMNS", "90")
     assert 'that have a column. "recency",' in helped("train", "demo-mol", "--help", "model")
+
+
+def test_garbage_is_collected_but_for_that_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with importing():
+        assert gc.isenabled(), "torch is loaded already"
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count()
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

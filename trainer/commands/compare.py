@@ -8,7 +8,7 @@ import tyro
 
 from logitmix.common.storage import path_of
 from logitmix.launch.processes import is_main
-from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption, importing
 from logitmix.trainer.commands.sizing import AUTO, load_sized
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import DataConfig, EvaluateConfig, changed, flatten
@@ -39,7 +39,8 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
 def run(words: list[str]) -> None:
     arguments, settings = _with_settings(words)
     arguments.start_ranks("compare", words)
-    from logitmix.trainer.commands.comparison import as_text, compare
+    with importing():
+        from logitmix.trainer.commands.comparison import as_text, compare
 
     out = path_of(arguments.out or f"runs/compare-{Path(arguments.dataset).resolve().name}")
     methods = list(dict.fromkeys(arguments.methods))

@@ -17,6 +17,7 @@ from logitmix.trainer.commands.options import (
     ProcessesOption,
     RunPlace,
     ThreadsOption,
+    importing,
 )
 from logitmix.trainer.commands.tables import metrics_table
 from logitmix.trainer.commands.words import parse
@@ -47,9 +48,10 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "evaluate", words)
     arguments.start_ranks("evaluate", words)
-    from logitmix.trainer.evaluation.evaluate import evaluate_run
-    from logitmix.trainer.run.results import cold_targets
-    from logitmix.trainer.run.stages import final_run
+    with importing():
+        from logitmix.trainer.evaluation.evaluate import evaluate_run
+        from logitmix.trainer.run.results import cold_targets
+        from logitmix.trainer.run.stages import final_run
 
     path, split = fetch_run(arguments.run), arguments.split
     results = evaluate_run(

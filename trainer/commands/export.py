@@ -8,7 +8,7 @@ import tyro
 from logitmix.common.mappings import require
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
-from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace
+from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace, importing
 from logitmix.trainer.commands.words import parse, parts
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def run(words: list[str]) -> None:
     arguments.start_ranks("export", words)
     if arguments.delta_from:
         return _delta(arguments)
-    from logitmix.trainer.export.export import EXTRAS, Extra, export
+    with importing():
+        from logitmix.trainer.export.export import EXTRAS, Extra, export
 
     extras: list[Extra] = [name for name in EXTRAS if getattr(arguments, name, False)]
     if arguments.programs_cpu == "avx2":
@@ -95,8 +96,9 @@ def run(words: list[str]) -> None:
 
 
 def _delta(arguments: Arguments) -> None:
-    from logitmix.trainer.export.delta import export_delta
-    from logitmix.trainer.export.export import EXTRAS
+    with importing():
+        from logitmix.trainer.export.delta import export_delta
+        from logitmix.trainer.export.export import EXTRAS
 
     given = {f"--{name.replace('_', '-')}": getattr(arguments, name, False) for name in EXTRAS}
     given |= {"--programs-cpu": arguments.programs_cpu != Arguments.programs_cpu}

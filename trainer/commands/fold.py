@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from logitmix.common.storage import path_of
-from logitmix.trainer.commands.options import ExportPlace, JSONOption, OverwriteOption
+from logitmix.trainer.commands.options import ExportPlace, JSONOption, OverwriteOption, importing
 from logitmix.trainer.commands.words import parse
 
 
@@ -24,7 +24,8 @@ class Arguments(OverwriteOption, JSONOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "fold", words)
-    from logitmix.trainer.export.delta import fold
+    with importing():
+        from logitmix.trainer.export.delta import fold
 
     directory, deltas, out = (path_of(of) for of in (arguments.directory, arguments.deltas, arguments.out))
     manifest = fold(directory, deltas, out, arguments.overwrite, arguments.keep)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from logitmix.common.mappings import require
 from logitmix.modules.schema import Feature, Schema, Table
-from logitmix.trainer.commands.options import JSONOption, ScaleOption
+from logitmix.trainer.commands.options import JSONOption, ScaleOption, importing
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config, model_schema
 
@@ -57,8 +57,9 @@ class Arguments(JSONOption, ScaleOption, Config):
     """With --items: mean length of a history; the most when 0."""
 
     def devices(self) -> "Devices":
-        from logitmix.trainer.commands.step_time import GPUS
-        from logitmix.trainer.parallel.plan import Devices
+        with importing():
+            from logitmix.trainer.commands.step_time import GPUS
+            from logitmix.trainer.parallel.plan import Devices
 
         memory = int((self.gpu_gib or GPUS[self.gpu].gib) * 2**30) if self.device == "cuda" else None
         return Devices(self.world_size, self.per_host or min(self.world_size, 8), self.device, memory)

@@ -12,7 +12,7 @@ from logitmix.trainer.commands.options import (
     ProcessesOption,
     ThreadsOption,
     excludes_history,
-    importing_torch,
+    importing,
     ranks_of,
 )
 from logitmix.trainer.commands.words import json_value, parse
@@ -59,7 +59,7 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "recommend", words)
-    with importing_torch():
+    with importing():
         from logitmix.serving.request import Options
         from logitmix.trainer.export.recommend import Asked, recommend, served
 

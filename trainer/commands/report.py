@@ -8,6 +8,7 @@ import tyro
 
 from logitmix.common.messages import show
 from logitmix.common.storage import fetch_run
+from logitmix.trainer.commands.options import importing
 from logitmix.trainer.commands.words import parse
 
 
@@ -24,7 +25,8 @@ class Arguments:
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "report", words)
-    from logitmix.trainer.commands.report_page import write_report
+    with importing():
+        from logitmix.trainer.commands.report_page import write_report
 
     write_report([fetch_run(place) for place in arguments.runs], Path(arguments.out))
     show(arguments.out)

@@ -18,6 +18,7 @@ from logitmix.trainer.commands.options import (
     ItemProcessesOption,
     JSONOption,
     excludes_history,
+    importing,
     ranks_of,
 )
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
@@ -81,7 +82,8 @@ class Arguments(JSONOption, ItemProcessesOption):
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "retrieve", words)
     arguments.start_ranks("retrieve", words)
-    from logitmix.serving.retriever import Retriever
+    with importing():
+        from logitmix.serving.retriever import Retriever
 
     with ranks_of("retrieve") if launched() else nullcontext() as ranks:
         retriever = Retriever.load(arguments.directory, group=ranks.group if ranks else None)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from logitmix.common.storage import path_of
-from logitmix.trainer.commands.options import ExportPlace, JSONOption
+from logitmix.trainer.commands.options import ExportPlace, JSONOption, importing
 from logitmix.trainer.commands.words import parse
 
 
@@ -20,7 +20,8 @@ class Arguments(JSONOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "rollback", words)
-    from logitmix.serving.directory.writer import roll_back
+    with importing():
+        from logitmix.serving.directory.writer import roll_back
 
     manifest = roll_back(path_of(arguments.directory), arguments.to)
     said = f"{arguments.directory}: {manifest['num_items']:,} items, step {manifest['step']} of {manifest['run']}"

@@ -9,7 +9,7 @@ import tyro
 from logitmix.common.mappings import require
 from logitmix.common.storage import path_of
 from logitmix.launch.processes import launched
-from logitmix.trainer.commands.options import ExportPlace, threads_of_each, with_plugins
+from logitmix.trainer.commands.options import ExportPlace, importing, threads_of_each, with_plugins
 from logitmix.trainer.commands.words import parse
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ def run(words: list[str]) -> None:
         raise SystemExit(
             run_workers(command, arguments.workers, threads, *place, bool(token), "https" if tls else "http")
         )
-    from logitmix.serving.server import Settings, serve, serve_shard
-    from logitmix.serving.shards import Front, Shard
+    with importing():
+        from logitmix.serving.server import Settings, serve, serve_shard
+        from logitmix.serving.shards import Front, Shard
 
     served = path_of(arguments.directory), arguments.host, arguments.port, arguments.threads
     deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))

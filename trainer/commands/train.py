@@ -9,7 +9,7 @@ from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.flags import last_value, take
-from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ScaleOption
+from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ScaleOption, importing
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import Config
 
@@ -48,8 +48,9 @@ def run(words: list[str]) -> None:
         say(f"training {words[0]} on {config.data.path} with {ranks}, run directory {path}")
         if sizes:
             say(sizes)
-    from logitmix.trainer.loop import train
-    from logitmix.trainer.run.folder import refit_path
+    with importing():
+        from logitmix.trainer.loop import train
+        from logitmix.trainer.run.folder import refit_path
 
     results = train(config, path)
     if is_main():

@@ -7,7 +7,7 @@ import tyro
 from rich.console import Console
 
 from logitmix.common.storage import path_of
-from logitmix.trainer.commands.options import ExportPlace, JSONOption
+from logitmix.trainer.commands.options import ExportPlace, JSONOption, importing
 from logitmix.trainer.commands.words import parse
 
 
@@ -31,8 +31,9 @@ class Arguments(JSONOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "update-items", words)
-    from logitmix.trainer.export.catalog import Catalog, in_words
-    from logitmix.trainer.export.update import update_items
+    with importing():
+        from logitmix.trainer.export.catalog import Catalog, in_words
+        from logitmix.trainer.export.update import update_items
 
     catalog = Catalog(arguments.items, arguments.item_column, arguments.remove, arguments.only)
     counts = update_items(path_of(arguments.directory), catalog, Console(stderr=True))
