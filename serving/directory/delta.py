@@ -241,7 +241,10 @@ def _applied(
     texts_there = TEXTS if "titles.data" in entries[IDS]["tensors"] else TEXTS[:1]
     for group, names, parts in (
         ("items", [*_of_shards(about, contents.shards[0], not stored), *texts_there], sizes[ITEM]),
-        *((f"tables/{name}", table_columns(name), of) for name, of in of_tables.items()),
+        *(
+            (f"tables/{name}", [f"tables/{name}", *([] if name == ITEM else [f"vocabularies/{name}"])], of)
+            for name, of in of_tables.items()
+        ),
     ):
         count = sum(parts)
         for name in names:
@@ -314,10 +317,6 @@ def _of_shards(about: About, first: Mapping[str, Tensor], computed: bool) -> lis
     if not computed:
         names += [name for name in first if name == CORPUS or is_side(name)]
     return [f"items/{name}" for name in names]
-
-
-def table_columns(name: str) -> list[str]:
-    return [f"tables/{name}", *([] if name == ITEM else [f"vocabularies/{name}"])]
 
 
 def computable(about: About) -> bool:

@@ -153,7 +153,7 @@ def compare(
         name, _, seed = run.name.partition("-")
         return config_of(name, dataset, minutes, threads, settings, int(seed or 0))
 
-    learned = {name: [_run_of(out, name, seed) for seed in range(seeds)] for name in methods}
+    learned = {name: [out / (f"{name}-{seed}" if seed else name) for seed in range(seeds)] for name in methods}
     # One seed after the other, so that all methods have as many where it is interrupted.
     runs = [run for of_seed in zip(*learned.values(), strict=True) for run in of_seed]
     configs, config = {run: configured(run) for run in runs}, configured(out / "dot")
@@ -180,10 +180,6 @@ def compare(
         found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, learned, left_out), ranks)
         upload_run(out, ranks)
     return found
-
-
-def _run_of(out: Path, name: str, seed: int) -> Path:
-    return out / (f"{name}-{seed}" if seed else name)
 
 
 def _label(run: Path) -> str:

@@ -59,14 +59,9 @@ def _fields_for_tyro(info: StructTypeInfo) -> StructConstructorSpec | None:
             default = entry.default
         elif entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
-        found.append(
-            StructFieldSpec(entry.name, hints[entry.name], default, functools.partial(_doc_of, info.type, entry.name))
-        )
+        doc = functools.partial(docs_of(info.type).get, entry.name)
+        found.append(StructFieldSpec(entry.name, hints[entry.name], default, doc))
     return StructConstructorSpec(info.type, tuple(found))
-
-
-def _doc_of(kind: Any, name: str) -> str | None:
-    return docs_of(kind).get(name)
 
 
 @functools.cache

@@ -557,14 +557,10 @@ def _is_constant(values: pa.Array) -> bool:
     return bounds["min"] == bounds["max"]
 
 
-def _require_texts(column: RawColumn) -> None:
-    if not pa.types.is_dictionary(column.values.type):
-        raise ValueError(f"feature {column.name} has values of type {column.values.type}; {column.kind} needs text")
-
-
 def _texts_of(column: RawColumn) -> pa.StringArray:
     """The different texts of a column, in order. ValueError if it has other values."""
-    _require_texts(column)
+    if not pa.types.is_dictionary(column.values.type):
+        raise ValueError(f"feature {column.name} has values of type {column.values.type}; {column.kind} needs text")
     used = _used(column.values)
     return used.take(pa.array(order_of_texts(used)))
 

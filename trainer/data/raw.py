@@ -277,12 +277,9 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
     found = columns.join()
     users, items, timestamps, nanoseconds = map(found.pop, (USER, ITEM, TIMESTAMP, NANOSECONDS))
     user_ids, item_ids = users.texts, items.texts
-    fine = Pieces.of(piece.fill_null(0) for piece in nanoseconds) if any(map(_has_values, nanoseconds)) else None
+    is_fine = any(piece.null_count < len(piece) for piece in nanoseconds)
+    fine = Pieces.of(piece.fill_null(0) for piece in nanoseconds) if is_fine else None
     return Actions(users, items, timestamps, user_ids, item_ids, found, fine, kinds, examples=examples)
-
-
-def _has_values(piece: pa.Array) -> bool:
-    return piece.null_count < len(piece)
 
 
 def accept(block: TableBlock, times: Times | None, rejects: Rejects, time: str = TIME) -> ActionBlock:

@@ -178,15 +178,11 @@ def test_a_pair_scores_the_same_in_any_company() -> None:
     torch.testing.assert_close(alone, scores[2:3, 4:], rtol=0, atol=20 * 16 * EPS)
 
 
-def masks_of(rows: Tensor, rate: float) -> Tensor:
-    return NOISE.dropout(torch.ones(len(rows), M), rate, "gates", rows)
-
-
 def test_what_gate_dropout_leaves_is_renormalized() -> None:
     mol = make()
     query_TD, item_ND = vectors(4, 1), vectors(4, 2)
     query, item = sides(mol, query_TD, item_ND)
-    mask_TNM = masks_of(torch.arange(16), 0.4).view(4, 4, M)
+    mask_TNM = NOISE.dropout(torch.ones(16, M), 0.4, "gates", torch.arange(16)).view(4, 4, M)
     expected = torch.stack(
         [
             torch.stack([plain(mol, u, x, mask=mask_TNM[t, n])[0] for n, x in enumerate(item_ND)])

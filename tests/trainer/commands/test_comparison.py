@@ -407,7 +407,8 @@ def test_ease_keeps_to_its_time_and_its_corpus(
     monkeypatch.setattr(comparison, "PENALTIES", tuple(tried))
     values = [means(rank_targets(EASE.fit(both_XX, of), users, 50, exclude))["hr@10"] for of in tried]
     assert max(values) > values[0]
-    long, short = (ease_of(compare(str(data), tmp_path / f"{of}", of, [], 1)) for of in (5, 1e-9))
+    of_both = (compare(str(data), tmp_path / f"{of}", of, [], 1)["methods"] for of in (5, 1e-9))
+    ((long,), (short,)) = ([of for of in methods if of["method"] == "ease"] for methods in of_both)
     assert long["penalties_tried"] == tried and long["penalty"] == tried[int(np.argmax(values))]
     assert long["validation"]["hr@10"] == max(values)
     assert short["penalties_tried"] == tried[:1] and short["penalty"] == tried[0]
@@ -418,11 +419,6 @@ def test_ease_keeps_to_its_time_and_its_corpus(
     left_out = "EASE is left out: the corpus has more than 49 items"
     assert left_out in capsys.readouterr().err and found["left_out"] == [left_out]
     assert left_out in (tmp_path / "without" / "compare.txt").read_text()
-
-
-def ease_of(found: dict[str, Any]) -> dict[str, Any]:
-    (ease,) = (of for of in found["methods"] if of["method"] == "ease")
-    return ease
 
 
 @pytest.mark.parametrize(

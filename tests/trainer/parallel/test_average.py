@@ -127,10 +127,6 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in ("step", "hr@10", "mrr")} for row in read_rows(run, "validation")]
 
 
-def go_on(config: Config, run: Path) -> dict[str, float]:
-    return train(config, run)
-
-
 def test_a_resumed_run_goes_on_with_its_average(featured: Path, tmp_path: Path) -> None:
     settings = {"train.ema": 0.95, "comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32"}
     whole, half = (small_config(featured, settings | {"train.epochs": epochs}) for epochs in (4, 2))
@@ -142,7 +138,7 @@ def test_a_resumed_run_goes_on_with_its_average(featured: Path, tmp_path: Path) 
     for name, weight in saved_weights(tmp_path / "halves").items():
         assert torch.equal(weight, expected[name])
     # On another number of ranks, sums are rounded otherwise.
-    two_ranks.run(go_on, half, tmp_path / "two")
+    two_ranks.run(train, half, tmp_path / "two")
     train(whole, tmp_path / "two")
     for name, weight in saved_weights(tmp_path / "two").items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)

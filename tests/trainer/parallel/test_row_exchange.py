@@ -161,22 +161,19 @@ def examples(forward: str, count: int) -> list[Case]:
     return found
 
 
-def random_ids(choose: random.Random, rows: int) -> list[int]:
-    return choose.choices(range(rows), k=choose.choice([0, 1, 5, 30]))
-
-
 TABLES = [Table("item", 41), Table("brand", 9), Table("genres", 17), Table("zip", 6), Table("never", 5)]
 DIMS = {"tables.zip.dim": 16, "tables.never.dim": 16}
 
 
-def mixed(settings: dict[str, Any], seed: int = 0, ahead: bool = False) -> Case:
+def mixed(settings: dict[str, Any]) -> Case:
     """Four tables of two widths that ranks ask for at random, and one that none ever does."""
-    choose = random.Random(seed)
-    ids = [
-        [{table.name: random_ids(choose, table.rows) for table in TABLES[:4]} | {"never": []} for _ in range(RANKS)]
-        for _ in range(3)
-    ]
-    return Case(TABLES, DIMS | {"tables.init_std": 0.5} | settings, ids, ahead)
+    choose, ids = random.Random(0), list[list[dict[str, list[int]]]]()
+    for _ in range(3):
+        ids.append([])
+        for _ in range(RANKS):
+            drawn = {of.name: choose.choices(range(of.rows), k=choose.choice([0, 1, 5, 30])) for of in TABLES[:4]}
+            ids[-1].append(drawn | {"never": []})
+    return Case(TABLES, DIMS | {"tables.init_std": 0.5} | settings, ids, False)
 
 
 @functools.cache

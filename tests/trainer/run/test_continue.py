@@ -58,10 +58,6 @@ def write_log(path: Path, until: int, users: int = USERS, shuffled: bool = False
     return path
 
 
-def the_same(of: Path) -> Config:
-    return small_config(of, SPLIT)
-
-
 def going_on(run: Path, data: Path, settings: dict[str, Any] = {}) -> Config:  # noqa: B006 (not changed)
     return small_config(data, SPLIT | {"warm_start": str(run), "continues": True} | settings)
 
@@ -72,7 +68,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("first")
     old = write_log(folder / "old", 90 * 60)
     write_log(folder / "new", 110 * 60, USERS + 4, shuffled=True)
-    train(the_same(old), folder / "first")
+    train(small_config(old, SPLIT), folder / "first")
     return folder / "first"
 
 
