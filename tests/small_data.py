@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.repeats import repeated_targets
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.checkpoint import load_saved
 
@@ -107,6 +109,12 @@ def write_late_items(path: Path) -> Path:
     )
     writer.write_dataset(path, contents, "demo")
     return path
+
+
+def catalog_of(folder: Path, text: str, name: str = "new.csv", only: bool = False) -> Catalog:
+    """A table of items, to be written into an export."""
+    (folder / name).write_text(text)
+    return Catalog(str(folder / name), only=only)
 
 
 def forget_digests(path: Path) -> Path:
@@ -229,6 +237,15 @@ def random_tower(config: ModelConfig, schema: Schema, generator: torch.Generator
         for parameter in tower.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return tower
+
+
+def require_limits(section: type, prefix: str, field: str, wrong: list[float], right: list[float]) -> None:
+    """Values of a field that a section of a configuration refuses, and that it takes."""
+    for value in wrong:
+        with pytest.raises(ValueError, match=rf"^{prefix}\.{field} is {value}; it must be "):
+            section(**{field: value})
+    for value in right:
+        assert getattr(section(**{field: value}), field) == value
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from small_data import require_limits
 
 from logitmix.modules.config import (
     BCEConfig,
@@ -23,14 +24,6 @@ from logitmix.modules.config import (
 from logitmix.modules.schema import Feature, Schema
 
 NAN = float("nan")
-
-
-def require_limits(section: type, prefix: str, field: str, wrong: list[float], right: list[float]) -> None:
-    for value in wrong:
-        with pytest.raises(ValueError, match=rf"^{prefix}\.{field} is {value}; it must be "):
-            section(**{field: value})
-    for value in right:
-        assert getattr(section(**{field: value}), field) == value
 
 
 SECTIONS: dict[str, list[type]] = {

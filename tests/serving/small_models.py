@@ -170,6 +170,15 @@ class BruteForce:
     similarity_BX: Tensor
     hindexer_BX: Tensor | None
 
+    def leave_out(self, out_X: Tensor, row: int | slice = slice(None)) -> None:
+        for score_BX in (self.similarity_BX, self.hindexer_BX):
+            if score_BX is not None:
+                score_BX[row, out_X] = -torch.inf
+
+    def of(self, stage1: int | None) -> Tensor:
+        """What decides: the similarity, in one stage or in two if there are two."""
+        return self.two_stages(stage1) if stage1 and self.hindexer_BX is not None else self.similarity_BX
+
     def two_stages(self, stage1: int) -> Tensor:
         """The similarity, with -inf for items that are not among the best `stage1` of the h-indexer."""
         assert self.hindexer_BX is not None

@@ -41,7 +41,6 @@ class Served:
         self.one, self.several = Retriever.load(self.path), Retriever.load(self.path, ["cpu"] * 3)
         for retriever in (self.one, self.several):
             self.give(retriever)
-        self.hindexer = hindexer
 
     def give(self, retriever: Retriever) -> None:
         retriever.filters.change({name: column_of(name, pa.array(of)) for name, of in self.columns.items()})
@@ -49,11 +48,8 @@ class Served:
     def ranking(self, history: list[int], may: Sequence[bool], exclude: bool, stage1: int | None) -> list[str]:
         """All that may be found, best first; of two stages, that of the h-indexer's best of these."""
         scores = brute_force(self.model, [history], exclude)
-        out = ~torch.tensor(may)
-        for of in (scores.similarity_BX, scores.hindexer_BX):
-            if of is not None:
-                of[:, out] = -torch.inf
-        (score_X,) = scores.two_stages(stage1) if self.hindexer and stage1 else scores.similarity_BX
+        scores.leave_out(~torch.tensor(may))
+        (score_X,) = scores.of(stage1)
         order = score_X.sort(descending=True, stable=True).indices.tolist()
         return [IDS[item] for item in order if score_X[item] > -torch.inf]
 
@@ -130,14 +126,9 @@ def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.Dat
         expected: list[tuple[float, int]] = []
         for part in (False, True):
             scores = brute_force(served.model, [history], True)
-            out = ~torch.tensor(
-                [of == part and there >= least for of, there in zip(new, columns["in_stock"], strict=True)]
-            )
-            for of in (scores.similarity_BX, scores.hindexer_BX):
-                if of is not None:
-                    of[:, out] = -torch.inf
-            (score_X,) = scores.two_stages(stage1) if served.hindexer and stage1 else scores.similarity_BX
-            score_X = score_X + (boost if part else 0.0)
+            may = [of == part and there >= least for of, there in zip(new, columns["in_stock"], strict=True)]
+            scores.leave_out(~torch.tensor(may))
+            score_X = scores.of(stage1)[0] + (boost if part else 0.0)
             expected += [(-score, item) for item, score in enumerate(score_X.tolist()) if score > -torch.inf]
         options = Options(k, exclude_history=True, stage1=stage1, boost_new=boost)
         requests: list[Request] = [{"history": [IDS[of] for of in history], "where": f"in_stock >= {least}"}]

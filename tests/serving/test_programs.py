@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sampling import one_of_each
-from small_data import WEIGHTED
+from small_data import WEIGHTED, catalog_of
 from small_models import LENGTH, BruteForce, SmallModel, export_small, random_histories, small_model
 from torch import Tensor
 
@@ -34,7 +34,6 @@ from logitmix.serving.request import Options
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.stored_table import StoredTable
 from logitmix.trainer.export import programs
-from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import Extra
 from logitmix.trainer.export.programs import CascadeProgram, ItemProgram, QueryProgram
 from logitmix.trainer.export.update import update_items
@@ -255,7 +254,7 @@ def test_the_exported_cascade_ranks_as_the_trained_model(kind: str, stage1: int 
     for histories in ([*random_histories(X, [3, 1]), list(range(25))], random_histories(X, [2])):
         given = asked_of(model, histories)
         found, expected = program(**given), scores_of(model, given)
-        assert_ranked(found, expected.two_stages(12) if cascade.two_stages else expected.similarity_BX)
+        assert_ranked(found, expected.of(12 if cascade.two_stages else None))
         assert int((found["items"] == -1).sum()) == (5 if len(histories) == 3 else 0)
 
 
@@ -516,8 +515,7 @@ def test_overwriting_takes_programs_away_but_no_other_folder(served: Path) -> No
 def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
     """They hold no item."""
     before = read_manifest(served)["files"]
-    (tmp_path / "new.csv").write_text("item\nnew-1\nnew-2\n")
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog_of(tmp_path, "item\nnew-1\nnew-2\n"))
     after = read_manifest(served)["files"]
     names = [name for name in before if name.startswith("programs/") or name == "query_tower.onnx"]
     assert len(names) == 7 and all(before[name] == after[name] for name in names)
@@ -528,8 +526,7 @@ def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
 
 def test_a_program_that_was_removed_does_not_stop_new_items(served: Path, tmp_path: Path) -> None:
     (served / "query_tower.onnx").unlink()
-    (tmp_path / "new.csv").write_text("item\nnew-1\n")
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog_of(tmp_path, "item\nnew-1\n"))
     assert "query_tower.onnx" not in read_manifest(served)["files"] and Retriever.load(served).num_items == X + 1
 
 

@@ -522,11 +522,8 @@ def test_allowed_items_pass_stage_1_where_they_are_many(tmp_path: Path, count: i
     ]
     requests.append({"history": requests[0]["history"]})
     scores = brute_force(model, [*histories, histories[0]])
-    for of in (scores.similarity_BX, scores.hindexer_BX):
-        for b, only in enumerate(allowed):
-            out = torch.ones(X, dtype=torch.bool)
-            out[only] = False
-            of[b, out] = -torch.inf
+    for b, only in enumerate(allowed):
+        scores.leave_out(~torch.isin(torch.arange(X), torch.tensor(only)), b)
     found = retriever.recommend(requests, 5, stage1=40)
     for rows, score_X in zip(found, scores.two_stages(40), strict=True):
         assert [row["score"] for row in rows] == pytest.approx(score_X.topk(5).values.tolist(), rel=1e-5, abs=1e-5)

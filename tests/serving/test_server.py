@@ -28,6 +28,7 @@ import pyarrow as pa
 import pytest
 import uvicorn
 from small_models import every_feature, export_small, in_order, random_histories, raw_ids, small_model
+from waiting import until
 
 from logitmix.common.files import publish
 from logitmix.common.storage import alone, path_of
@@ -135,13 +136,6 @@ def read_all(client: socket.socket) -> bytes:
 
 def head(length: int | str, path: str = "/retrieve", *lines: str) -> bytes:
     return "\r\n".join([f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {length}", *lines, "", ""]).encode()
-
-
-def until(holds: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def assert_alike(found: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -1139,6 +1133,13 @@ def test_the_command_answers_and_ends(folder: Path, tmp_path: Path, monkeypatch:
         ("FOLDER --port 0 --wait-ms -1", "--wait-ms is -1.0; it must be from 0 to 1000"),
         ("FOLDER --port 0 --threads -1", "--threads is -1; it must be from 0 to 1024"),
         ("FOLDER --port 0 --threads 99999999999999", "--threads is 99999999999999; it must be from 0 to 1024"),
+        ("FOLDER --workers 2 --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
+        ("FOLDER --workers 0", "--workers is 0; it must be at least 1"),
+        ("FOLDER --workers 257 --port 0", "--workers is 257; it must be at most 256"),
+        ("FOLDER --shard 3/2", "--shard is 3/2; it must be from 1/N to N/N"),
+        ("FOLDER --shard 1/2 --workers 2", "--workers has no meaning beside --shard; leave it out"),
+        ("FOLDER --allow-partial", "--allow-partial has no meaning beside no --shards; leave it out"),
+        ("FOLDER --shards here:90,there", "--shards has 'there'; each shard is "),
     ],
 )
 def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:

@@ -17,7 +17,8 @@ from urllib.request import urlopen
 import pytest
 import uvicorn
 from small_models import export_small, small_model
-from test_server import ALLOWED, X, head, read_all, until
+from test_server import ALLOWED, X, head, read_all
+from waiting import until
 
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
@@ -25,7 +26,6 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.server import Settings, make_server
 from logitmix.serving.tls import Tls
 from logitmix.serving.workers import Worker, _Process, _Supervisor, bound
-from logitmix.trainer import cli
 
 FAKE = r"""
 import os, signal, socket, sys, time
@@ -237,28 +237,6 @@ def test_a_worker_that_ends_waits_for_what_it_was_given(
             last.sendall(head(len(body)) + body)
             control.shutdown(socket.SHUT_WR)
             assert read_all(last).startswith(b"HTTP/1.1 200 ")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--workers 2 --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
-        ("--workers 0", "--workers is 0; it must be at least 1"),
-        ("--workers 257 --port 0", "--workers is 257; it must be at most 256"),
-        ("--shard 3/2", "--shard is 3/2; it must be from 1/N to N/N"),
-        ("--shard 1/2 --workers 2", "--workers has no meaning beside --shard; leave it out"),
-        ("--allow-partial", "--allow-partial has no meaning beside no --shards; leave it out"),
-        ("--shards here:90,there", "--shards has 'there'; each shard is "),
-    ],
-)
-def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["serve", str(folder), *words.replace("PORT", port).split()])
-    assert stop.value.code in (1, 2)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("logitmix: " + said.replace("PORT", port))
 
 
 def test_the_command(folder: Path) -> None:

@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_model_config import require_limits
+from small_data import require_limits
 
-from logitmix.comm.config import WireConfig
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.config import SIMILARITIES
 from logitmix.trainer.config import (
     Config,
-    DataConfig,
-    DenseConfig,
-    EvaluateConfig,
-    TablesConfig,
     TableSettings,
-    TrainConfig,
     dump_toml,
     flatten,
     load_recipe,
@@ -31,38 +25,30 @@ from logitmix.trainer.config import (
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    ("section", "prefix", "field", "wrong", "right"),
-    [
-        (TablesConfig, "tables", "dim", [-4, 6], [0, 4, 128]),
-        (TablesConfig, "tables", "lr", [0.0, -1.0, NAN], [1e-9]),
-        (TablesConfig, "tables", "beta1", [-0.1, 1.0, NAN], [0.0, 0.999]),
-        (TablesConfig, "tables", "beta2", [-0.1, 1.0, NAN], [0.0, 0.999]),
-        (TablesConfig, "tables", "eps", [0.0, NAN], [1e-12]),
-        (TablesConfig, "tables", "init_std", [-0.1, NAN], [0.0, 1.0]),
-        (DenseConfig, "dense", "lr", [0.0, -1.0, NAN], [1e-9]),
-        (DenseConfig, "dense", "beta1", [-0.1, 1.0, NAN], [0.0, 0.999]),
-        (DenseConfig, "dense", "beta2", [-0.1, 1.0, NAN], [0.0, 0.999]),
-        (DenseConfig, "dense", "eps", [0.0, NAN], [1e-12]),
-        (DenseConfig, "dense", "weight_decay", [-0.1, NAN], [0.0, 0.1]),
-        (WireConfig, "comm", "timeout_seconds", [0, -5, 10**18], [1, 86_400]),
-        (WireConfig, "comm", "parts", [0, 10**9], [1, 1024]),
-        (DataConfig, "data", "held_out", [0.0, 0.5, NAN], [0.1]),
-        (TrainConfig, "train", "seed", [-1, 2**63], [0, 2**63 - 1]),
-        (TrainConfig, "train", "batch_size", [0, 2**31], [1]),
-        (TrainConfig, "train", "epochs", [0], [1]),
-        (TrainConfig, "train", "minutes", [-0.5, NAN], [0.0, 0.5]),
-        (TrainConfig, "train", "clip", [-1.0, NAN, INF], [0.0, 1.0]),
-        (TrainConfig, "train", "threads", [0], [1]),
-        (TrainConfig, "train", "log_every", [0], [1]),
-        (TrainConfig, "train", "keep", [0], [1]),
-        (EvaluateConfig, "evaluate", "batch_size", [0, 10**9], [1]),
-    ],
-)
-def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
-    section: type, prefix: str, field: str, wrong: list[float], right: list[float]
-) -> None:
-    require_limits(section, prefix, field, wrong, right)
+LIMITS: dict[str, tuple[list[float], list[float]]] = {
+    "tables.dim": ([-4, 6], [0, 4, 128]),
+    **dict.fromkeys(("tables.lr", "dense.lr"), ([0.0, -1.0, NAN], [1e-9])),
+    **dict.fromkeys(("tables.beta1", "tables.beta2", "dense.beta1", "dense.beta2"), ([-0.1, 1.0, NAN], [0.0, 0.999])),
+    **dict.fromkeys(("tables.eps", "dense.eps"), ([0.0, NAN], [1e-12])),
+    "tables.init_std": ([-0.1, NAN], [0.0, 1.0]),
+    "dense.weight_decay": ([-0.1, NAN], [0.0, 0.1]),
+    "comm.timeout_seconds": ([0, -5, 10**18], [1, 86_400]),
+    "comm.parts": ([0, 10**9], [1, 1024]),
+    "data.held_out": ([0.0, 0.5, NAN], [0.1]),
+    "train.seed": ([-1, 2**63], [0, 2**63 - 1]),
+    "train.batch_size": ([0, 2**31], [1]),
+    "train.minutes": ([-0.5, NAN], [0.0, 0.5]),
+    "train.clip": ([-1.0, NAN, INF], [0.0, 1.0]),
+    **dict.fromkeys(("train.epochs", "train.threads", "train.log_every", "train.keep"), ([0], [1])),
+    "evaluate.batch_size": ([0, 10**9], [1]),
+}
+"""Values that are refused, and that are not."""
+
+
+@pytest.mark.parametrize("flag", LIMITS)
+def test_what_cannot_work_is_refused_by_the_name_of_its_flag(flag: str) -> None:
+    prefix, field = flag.split(".")
+    require_limits(type(getattr(Config(), prefix)), prefix, field, *LIMITS[flag])
 
 
 CONFIGS = {kind: from_mapping(Config, {"model": {"similarity": {"kind": kind}}}, "here") for kind in SIMILARITIES}
