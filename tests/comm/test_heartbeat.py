@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from waiting import until
 
 from logitmix.comm import heartbeat
 from logitmix.comm.heartbeat import Heartbeat
@@ -94,9 +95,7 @@ def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[
     assert not said
     for rank in stopped:
         beats[rank].stop()
-    until = time.monotonic() + 60
-    while not said and time.monotonic() < until:
-        time.sleep(0.05)
+    until(lambda: said)
     ranks = "rank 1" if len(stopped) == 1 else "ranks 1, 2"
     (line,) = said
     assert line.startswith(f"rank 0 waits for the others no longer: {ranks} (on ")
@@ -113,9 +112,10 @@ def test_a_living_rank_that_others_wait_for_is_named_though_nobody_asks(beats: l
     beats[1].begun = lambda: 2 if hangs else next(late)
     for each in beats:
         each.start(said.append, 60.0, 0.5)
-    until = time.monotonic() + (60 if hangs else 1.5)
-    while not said and time.monotonic() < until:
-        time.sleep(0.05)
+    if hangs:
+        until(lambda: said)
+    else:
+        time.sleep(1.5)
     assert len(said) == hangs
     for line in said:
         assert re.fullmatch(r"rank 0 waits for the others no longer: rank 1 \(on \S+\) gives signs of life, .*", line)
@@ -138,11 +138,9 @@ def test_a_store_that_stops_is_noticed_though_nobody_asks(
         each.start(said.append)
     for name in ("check", "set"):
         monkeypatch.setattr(dist.HashStore, name, lambda *_: hangs.wait(), raising=False)
-    until = time.monotonic() + 60
-    while len(said) < 3 and time.monotonic() < until:
-        time.sleep(0.05)
+    until(lambda: len(said) == 3)
     hangs.set()
-    assert len(said) == 3 and all("does not answer" in line for line in said)
+    assert all("does not answer" in line for line in said)
 
 
 def gone(*_: object) -> None:

@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -39,6 +41,12 @@ def write(path: Path, **files: str) -> Path:
 
 def content(path: Path) -> dict[str, str]:
     return {file.relative_to(path).as_posix(): file.read_text() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def fails(memory: Memory, at: str, act: Callable[..., object], *arguments: Any) -> None:
+    """At an operation of this name, or on a file whose name ends so."""
+    with memory.watched(lambda _, name, file: name == at or file.endswith(at)), pytest.raises(OSError, match=URL):
+        act(*arguments)
 
 
 def test_ordinary_paths_are_left_alone(memory: Memory, tmp_path: Path) -> None:
@@ -196,8 +204,7 @@ def test_a_fetch_that_was_interrupted_goes_on(memory: Memory, monkeypatch: pytes
     push(write(path_of(URL), a="1", b="1", c="1"))
     memory.host("elsewhere")
     monkeypatch.setattr(storage, "RECORD_SECONDS", 0.0)
-    with memory.watched(lambda number, name, file: file.endswith("/c")), pytest.raises(OSError, match=URL):
-        fetch(URL)
+    fails(memory, "/c", fetch, URL)
     with memory.watched() as done:
         assert content(fetch(URL)) == {"a": "1", "b": "1", "c": "1"}
     assert [of for of in done if of.startswith("get_file")] == ["get_file /bucket/a/c"]
@@ -258,8 +265,7 @@ def test_a_folder_of_the_disk_as_a_store(memory: Memory, tmp_path: Path) -> None
 def test_a_copy_whose_upload_was_interrupted_is_read_here_and_ended_by_the_next(memory: Memory) -> None:
     path = changed(memory)
     here = content(path)
-    with memory.watched(lambda number, name, file: file.endswith("/z")), pytest.raises(OSError, match=URL):
-        push(path)
+    fails(memory, "/z", push, path)
     assert content(fetch(URL)) == here
     push(path)
     memory.host("elsewhere")
@@ -296,8 +302,7 @@ def test_a_run_whose_upload_failed_anywhere_is_kept(memory: Memory, at: int, lat
 
 def test_an_upload_of_which_only_its_mark_is_left_is_ended_by_the_next(memory: Memory) -> None:
     path = write(path_of(URL), x="1")
-    with memory.watched(lambda number, name, file: name == "rm_file"), pytest.raises(OSError, match=URL):
-        push(path)
+    fails(memory, "rm_file", push, path)
     assert set(memory.files("bucket/a")) == {".uploading", "x"}
     with memory.watched() as done:
         push(path)
@@ -308,8 +313,7 @@ def test_what_another_copy_of_a_run_has_uploaded_since_counts(memory: Memory) ->
     here = write(path_of(URL), x="1")
     push(here)
     write(here, x="22", y="2")
-    with memory.watched(lambda number, name, file: file.endswith("/y")), pytest.raises(OSError, match=URL):
-        push(here)
+    fails(memory, "/y", push, here)
     memory.host("elsewhere")
     there = fetch_run(URL)
     assert content(there) == {"x": "22"}
@@ -364,11 +368,9 @@ def test_a_run_whose_copy_was_removed_is_fetched(memory: Memory) -> None:
 
 def test_a_removed_copy_is_no_longer_the_one_whose_upload_was_interrupted(memory: Memory) -> None:
     path = write(path_of(URL), x="1", y="1")
-    with memory.watched(lambda number, name, file: name == "rm_file"), pytest.raises(OSError, match=URL):
-        push(path)
+    fails(memory, "rm_file", push, path)
     shutil.rmtree(path)
-    with memory.watched(lambda number, name, file: file.endswith("/y")), pytest.raises(OSError, match=URL):
-        fetch_run(path)
+    fails(memory, "/y", fetch_run, path)
     assert content(path) == {"x": "1"}
     fetch_run(path)
     assert content(path) == {"x": "1", "y": "1"}
@@ -397,18 +399,15 @@ def test_a_checkpoint_that_is_half_removed_is_not_fetched_again(memory: Memory) 
     path = write(path_of(URL), **{"checkpoints__step-4__checkpoint_json": "", "checkpoints__step-4__part": "", "x": ""})
     push(path)
     shutil.rmtree(path / "checkpoints")
-    with memory.watched(lambda number, name, file: file.endswith("/part")), pytest.raises(OSError, match=URL):
-        push(path)
+    fails(memory, "/part", push, path)
     fetch_run(path)
     assert content(path) == {"x": ""}
 
 
 def test_what_a_failed_upload_has_left_goes_with_the_next(memory: Memory) -> None:
     path = write(path_of(URL), x="1", **{"checkpoints__step-4__checkpoint_json": "", "checkpoints__step-4__part": ""})
-    with memory.watched(lambda number, name, file: name == "rm_file"), pytest.raises(OSError, match=URL):
-        push(path)
-    with memory.watched(lambda number, name, file: file.endswith("/b")), pytest.raises(OSError, match=URL):
-        push(write(path, a="1", b="1"))
+    fails(memory, "rm_file", push, path)
+    fails(memory, "/b", push, write(path, a="1", b="1"))
     (path / "a").unlink()
     shutil.rmtree(path / "checkpoints")
     push(path)
@@ -454,8 +453,7 @@ def test_a_part_of_a_copy_is_uploaded_by_itself(memory: Memory) -> None:
 
 def test_a_part_of_a_copy_does_not_end_the_upload_of_another(memory: Memory) -> None:
     path = write(path_of(URL), x="1", refit__x="1")
-    with memory.watched(lambda number, name, file: file.endswith("/a/x")), pytest.raises(OSError, match=URL):
-        push(path)
+    fails(memory, "/a/x", push, path)
     push(path / "refit")
     assert memory.files("bucket/a") == {"refit/x": b"1", "x": b"1"}
 

@@ -24,6 +24,7 @@ import jobs
 import numpy as np
 import pytest
 from small_data import small_config
+from waiting import until
 
 from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.retriever import Retriever
@@ -127,7 +128,7 @@ class Server:
     def start(self) -> None:
         words = ["serve", "exports/live", "--deltas", "deltas", "--port", str(self.port), "--threads", "1"]
         self.process = jobs.start(words, self.folder)
-        until(lambda: self.health() is not None or self.process.poll() is not None)
+        until(lambda: self.health() is not None or self.process.poll() is not None, 600)
         assert self.process.poll() is None, jobs.finish(self.process)
         self.up = True
 
@@ -225,7 +226,7 @@ class Operator:
         else:
             os.kill(self.chance.choice(ranks) if how == "a rank" else job.pid, signal.SIGKILL)
         for rank in ranks:
-            until(lambda rank=rank: not living(rank))
+            until(lambda rank=rank: not living(rank), 600)
 
 
 def living(pid: int) -> bool:
@@ -234,13 +235,6 @@ def living(pid: int) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
-
-
-def until(holds: Callable[[], Any], seconds: float = 600) -> None:
-    limit = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < limit, "it takes too long"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -284,8 +278,8 @@ def test_killed_days_end_as_in_peace(tmp_path: Path) -> None:
                 server.kill()
                 server.start()
             digest = read_manifest(peace.export(day))["sha256"]
-            until(lambda digest=digest: server.wrong or (server.health() or {}).get("digest") == digest)
-            until(lambda day=day: server.wrong or name(day) in server.first)
+            until(lambda digest=digest: server.wrong or (server.health() or {}).get("digest") == digest, 600)
+            until(lambda day=day: server.wrong or name(day) in server.first, 600)
             assert not server.wrong, server.wrong
             if day % 2:
                 latencies.append(server.first[name(day)] - trained)

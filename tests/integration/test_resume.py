@@ -15,6 +15,7 @@ import jobs
 import pytest
 import two_ranks
 from small_data import small_config, write_dataset
+from waiting import until
 
 from logitmix.launch.processes import STOPPED
 from logitmix.trainer import loop
@@ -107,16 +108,14 @@ def test_a_killed_job_with_many_tables_goes_on_as_if_nothing_had_happened(tmp_pa
 
 def kill_and_go_on(whole: Path, run: Path, kills: int) -> None:
     words = ["train", str(whole / "recipe.toml"), "--run", str(run)]
-    expected = jobs.metrics(whole / "whole")
+    rows_of_whole = len(jobs.metrics(whole / "whole"))
     chance, killed = random.Random(kills), 0
     for attempt in range(kills):
         # Each attempt gets a little further, so that kills fall on all parts of the run.
-        rows = 1 + attempt * (len(expected) - 12) // kills + chance.randrange(4)
+        rows = 1 + attempt * (rows_of_whole - 12) // kills + chance.randrange(4)
         killed += kill_at(words, whole, run, rows, chance.random() * 0.1)
     assert killed == kills
-    two_ranks.command(words, whole, world_size=2)
-    assert jobs.metrics(run) == expected
-    assert jobs.results(run) == jobs.results(whole / "whole")
+    go_on_to_the_end(words, run, whole)
 
 
 def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> None:
@@ -138,16 +137,13 @@ def test_groups_of_ranks_go_on_as_one_process_and_as_one_group(tmp_path: Path, s
     began, alone = tmp_path / "began", tmp_path / "alone"
     two_ranks.run(train_runs, {began: replace_epochs(config, 1)}, world_size=4)
     runs = {size: shutil.copytree(began, tmp_path / f"group of {size}") for size in sizes}
-    together = {runs[size]: replace_group(config, size) for size in sizes if size != 1}
+    of_sizes = {size: replace(config, tables=replace(config.tables, group_size=size)) for size in sizes if size != 1}
+    together = {runs[size]: of for size, of in of_sizes.items()}
     if together:
         two_ranks.run(train_runs, together, world_size=4)
     train_runs({run: config for run in (alone, *runs.values()) if run not in together})
     for run in runs.values():
         assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
-
-
-def replace_group(config: Config, size: int) -> Config:
-    return replace(config, tables=replace(config.tables, group_size=size))
 
 
 @pytest.mark.slow
@@ -215,8 +211,12 @@ def check_that_it_was_saved(run: Path, told: float, said: str) -> None:
 
 def go_on_to_the_end(words: list[str], run: Path, whole: Path) -> None:
     two_ranks.command(words, run.parent, world_size=2)
-    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
-    assert jobs.results(run) == jobs.results(whole / "whole")
+    require_same(run, whole)
+
+
+def require_same(run: Path, whole: Path) -> None:
+    for of in (jobs.metrics, jobs.results, jobs.digests):
+        assert of(run) == of(whole / "whole")
 
 
 @pytest.mark.slow
@@ -258,9 +258,7 @@ def test_a_second_signal_harms_nothing(whole: Path, tmp_path: Path, to: str) -> 
     assert time.monotonic() - since < (5 if to == "launcher" else 15) and not jobs.living(run)
     assert job.returncode == 128 + signal.SIGTERM and "Traceback" not in said
     assert checkpoint_paths(run) == saved and f"step-{load_saved(run, 'last').step}" == saved[-1].name
-    two_ranks.command(words, tmp_path, world_size=2)
-    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
-    assert jobs.digests(run) == jobs.digests(whole / "whole")
+    go_on_to_the_end(words, run, whole)
 
 
 @pytest.mark.slow
@@ -291,9 +289,7 @@ def test_torchrun_starts_a_job_again_that_lost_a_rank(whole: Path, tmp_path: Pat
     _, said = jobs.finish(job)
     assert job.returncode == 0 and not jobs.living(run) and not jobs.traces(said), said
     assert said.count(f"continuing {run} after step") == 1
-    assert jobs.metrics(run) == jobs.metrics(whole / "whole")
-    assert jobs.results(run) == jobs.results(whole / "whole")
-    assert jobs.digests(run) == jobs.digests(whole / "whole")
+    require_same(run, whole)
 
 
 @pytest.mark.slow
@@ -303,9 +299,6 @@ def test_ranks_end_after_their_launcher_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = start(train(tmp_path, "run"), tmp_path, run, 3, torchrun=True)
     job.kill()
-    since = time.monotonic()
-    while jobs.living(run):
-        assert time.monotonic() - since < 30
-        time.sleep(0.1)
+    until(lambda: not jobs.living(run), 30)
     job.communicate()
     assert checkpoint_paths(run)

@@ -51,20 +51,28 @@ def send_at_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Sign
     monkeypatch.setattr(Pipeline, "loss", loss)
 
 
+def stopped(config: Config, run: Path, step: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Trains up to a signal in a step."""
+    said = rf"stopped by {number.name} after step {step}, which is saved in .*{run.name}"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped, match=said):
+        send_at_step(patch, step, number)
+        train(config, run)
+
+
+def goes_on(config: Config, cut: Path, whole: Path, within: str = "") -> None:
+    """To the end, as a run that was not stopped."""
+    train(config, cut)
+    assert metrics(cut / within) == metrics(whole / within)
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(of, marks=pytest.mark.slow) for of in (signal.SIGINT, signal.SIGHUP))]
 )
-def test_a_signal_saves_the_step_and_the_run_goes_on(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_a_signal_saves_the_step_and_the_run_goes_on(config: Config, tmp_path: Path, number: signal.Signals) -> None:
     train(config, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        send_at_step(patch, 5, number)
-        with pytest.raises(Stopped, match=rf"stopped by {number.name} after step 5, which is saved in .*cut"):
-            train(config, tmp_path / "cut")
+    stopped(config, tmp_path / "cut", 5, number)
     assert load_saved(tmp_path / "cut", "last").step == 5
-    train(config, tmp_path / "cut")
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    goes_on(config, tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
@@ -85,8 +93,7 @@ def test_a_signal_ends_an_evaluation_which_the_next_start_makes_up_for(
         with pytest.raises(Stopped, match="saved"):
             train(config, tmp_path / "cut")
     assert load_saved(tmp_path / "cut", "last").step == (4 if split == "validation" else 12)
-    train(config, tmp_path / "cut")
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    goes_on(config, tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("settings", [{"train.refit": True}, {"start.train.epochs": 1}], ids=["refit", "start"])
@@ -109,8 +116,7 @@ def test_a_signal_at_the_end_of_a_run_keeps_the_next_one_from_beginning(
     assert (tmp_path / "cut" / first / "results.json").exists()
     assert not (tmp_path / "cut" / other / "plan.json").exists()
     assert config.train.refit == (not (tmp_path / "cut" / other / "config.toml").exists())
-    train(config, tmp_path / "cut")
-    assert metrics(tmp_path / "cut" / other) == metrics(tmp_path / "whole" / other)
+    goes_on(config, tmp_path / "cut", tmp_path / "whole", other)
 
 
 def test_the_signals_actions_are_as_before_once_training_has_ended(config: Config, tmp_path: Path) -> None:
@@ -136,10 +142,10 @@ def test_the_command_says_how_to_go_on(
     recipe = tmp_path / "a recipe.toml"
     recipe.write_text(dump_toml(config))
 
-    def stopped(*_: object) -> None:
+    def ended(*_: object) -> None:
         raise Stopped("stopped by SIGTERM after step 7, which is saved in here")
 
-    monkeypatch.setattr(loop, "train", stopped)
+    monkeypatch.setattr(loop, "train", ended)
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", str(recipe), "--run", "here"])
     assert stop.value.code == STOPPED
@@ -161,10 +167,7 @@ def test_a_run_without_validation_goes_on_without_a_second_checkpoint(
             return super().save(progress, wait)
 
     monkeypatch.setattr(loop, "Saver", Noting)
-    with monkeypatch.context() as patch:
-        send_at_step(patch, 4, signal.SIGTERM)
-        with pytest.raises(Stopped):
-            train(config, tmp_path / "run")
+    stopped(config, tmp_path / "run", 4)
     train(config, tmp_path / "run")
     assert saved == sorted(set(saved)) and 4 in saved
 
@@ -314,13 +317,8 @@ def test_a_rank_notices_that_its_launcher_is_gone() -> None:
     assert out == "the end of its launcher\n"
 
 
-def test_runs_with_nothing_saved_have_a_first_checkpoint(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        send_at_step(patch, 1, signal.SIGTERM)
-        with pytest.raises(Stopped):
-            train(config, tmp_path / "run")
+def test_runs_with_nothing_saved_have_a_first_checkpoint(config: Config, tmp_path: Path) -> None:
+    stopped(config, tmp_path / "run", 1)
     assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-1"]
 
 
@@ -340,9 +338,5 @@ def test_a_skipped_step_is_logged_with_its_users_and_counted_in_the_checkpoint(
     assert "step 2 is skipped: its loss or gradients are not finite on rank 0 (user_index " in capsys.readouterr().err
     (row,) = read_rows(tmp_path / "whole", "skipped")
     assert (row["step"], row["rank"]) == (2, 0) and len(row["users"]) == config.train.batch_size
-    with monkeypatch.context() as patch:
-        send_at_step(patch, 5, signal.SIGTERM)
-        with pytest.raises(Stopped):
-            train(config, tmp_path / "cut")
-    train(config, tmp_path / "cut")
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    stopped(config, tmp_path / "cut", 5)
+    goes_on(config, tmp_path / "cut", tmp_path / "whole")

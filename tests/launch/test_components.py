@@ -6,9 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from leftovers import listening, living
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import ModuleComponentsFinder, get_component
 from torchx.workspace.api import walk_workspace
+from waiting import until
 
 from logitmix.launch.components import PORTS, train
 
@@ -232,7 +231,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: written(tmp_path / "started-0", tmp_path / "started-1"))
+        until(lambda: written(tmp_path / "started-0", tmp_path / "started-1"), 120)
         address, torchrun = (tmp_path / "started-0").read_text().split()
         assert address == "127.0.0.1"
         found = listening(int(torchrun))
@@ -240,18 +239,11 @@ def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path
     finally:
         job.kill()
         job.wait()
-    wait_for(lambda: written(tmp_path / "told-0", tmp_path / "told-1"))
+    until(lambda: written(tmp_path / "told-0", tmp_path / "told-1"), 120)
     if again:
         os.kill(int(torchrun), signal.SIGTERM)
     # With the processes their threads and ports.
-    wait_for(lambda: not living("=".join(mark)))
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: not living("=".join(mark)), 120)
 
 
 def written(*files: Path) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import two_ranks
 from small_data import small_config, write_dataset
+from waiting import until
 
 from logitmix.launch import processes
 from logitmix.trainer import cli
@@ -93,10 +94,7 @@ def test_ranks_end_with_the_command_that_started_them(tmp_path: Path) -> None:
         found = [int(command.stdout.readline()) for _ in range(2)]
     command.kill()
     command.wait()
-    until = time.monotonic() + 60
-    while any(_runs(pid) for pid in found):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: not any(_runs(pid) for pid in found))
 
 
 def _runs(pid: int) -> bool:
@@ -144,9 +142,7 @@ def send_to_this_process(number: int, times: int, ranks: int, folder: Path) -> t
     """So often, once all ranks are ready."""
 
     def send() -> None:
-        until = time.monotonic() + 60
-        while len(os.listdir(folder)) < ranks and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: len(os.listdir(folder)) >= ranks)
         for _ in range(times):
             os.kill(os.getpid(), number)
             time.sleep(0.5)

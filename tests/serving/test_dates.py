@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from math import cos, pi
 from pathlib import Path
@@ -69,9 +70,7 @@ def test_scores_are_those_of_the_age_at_each_request(served: Path) -> None:
     assert len({rows[0]["id"] for rows in found}) == 4
 
 
-def test_items_are_added_with_dates_in_any_form(
-    served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_items_are_added_with_dates_in_any_form(served: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
     export, table, old = tmp_path / "export", tmp_path / "new.csv", raw_ids(X)[4]
     shutil.copytree(served, export)
     table.write_text(f"item,released\na,2022-03-01\nb,\nc,31.03.2022\n{old},2022-03-20\n")
@@ -85,9 +84,7 @@ def test_items_are_added_with_dates_in_any_form(
     manifest = (export / "manifest.json").read_bytes()
     for dates, problem in (("soon", "'soon', which is no date"), ("01/02/2022", "which of the first two numbers")):
         table.write_text(f"item,released\na,{dates}\n")
-        with pytest.raises(SystemExit):
-            cli.main(["update-items", str(export), "--items", str(table)])
-        said = capsys.readouterr().err
+        said = refusal("update-items", str(export), "--items", str(table))
         assert problem in said and "released" in said and (export / "manifest.json").read_bytes() == manifest
 
 

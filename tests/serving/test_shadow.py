@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 from small_models import every_feature, export_small, small_model
-from test_server import Running, running, until
+from test_server import Running, running
+from waiting import until
 
 from logitmix.serving import server as server_module
 from logitmix.serving.batcher import Answer, Question

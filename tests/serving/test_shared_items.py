@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import two_ranks
 from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
-from test_server import read_all, running, until
+from test_server import read_all, running
+from waiting import until
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish

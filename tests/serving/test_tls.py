@@ -4,7 +4,7 @@ import json
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPSConnection
@@ -16,15 +16,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from small_models import export_small, raw_ids, small_model
-from test_server import head, read_all, running, until
+from test_server import head, read_all, running
 from test_workers import given, worker_of
+from waiting import until
 
 from logitmix.serving import connection as connection_module
 from logitmix.serving import server as server_module
 from logitmix.serving import tls as tls_module
 from logitmix.serving.guards import Allowed
 from logitmix.serving.tls import Tls
-from logitmix.trainer import cli
 
 X = 60
 TOKEN = "0123456789abcdef"
@@ -211,13 +211,11 @@ def test_a_worker_shakes_hands(folder: Path, pki: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_command_refuses(
-    folder: Path, pki: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, said: str
+    folder: Path, pki: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
     """In one line, before it listens."""
     monkeypatch.chdir(pki)
     text = (pki / "server.pem").read_text()
     (pki / "cut.pem").write_text(text[:200] + text[260:])
-    with pytest.raises(SystemExit):
-        cli.main(["serve", str(folder), "--port", "0", *words.split()])
-    last = capsys.readouterr().err.strip()
+    last = refusal("serve", str(folder), "--port", "0", *words.split()).strip()
     assert said in last and "\n" not in last and "serving" not in last

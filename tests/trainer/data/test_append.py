@@ -2,6 +2,7 @@
 
 import io
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,9 @@ FIRST: Rows = [("b", "y", DAY, "one", 1.0), ("a", "y", DAY + 1, "two", 2.0), ("a
 SECOND: Rows = [("c", "z", DAY + 9, "two", 5.0), ("a", "w", DAY + 5, "three", 7.0)]
 
 
-def test_the_command_says_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
     path = prepared(tmp_path, "0", FIRST)
     mean = load_dataset(path).schema.features[-1].mean
     (tmp_path / "day.csv").write_text(
@@ -113,9 +116,7 @@ def test_the_command_says_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "missing values, as there are no such columns: price" in said.err
     # A value that is missing is the mean of what was prepared first.
     assert told(load_dataset(path))["c"] == [("z", DAY + 9, "two", mean)]
-    with pytest.raises(SystemExit):
-        main(words)
-    assert f"day.csv is in {path} already, and its actions would be there twice" in capsys.readouterr().err
+    assert f"day.csv is in {path} already, and its actions would be there twice" in refusal(*words)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """An encoder that sees times: trained, exported and asked."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -188,9 +189,12 @@ def test_without_times_all_is_at_once(paced: Path) -> None:
     assert float(same.abs().max()) <= 1e-5 and float(other.abs().max()) > 1e-4
 
 
-def test_the_command_line_takes_the_time(paced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_the_time(
+    paced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    history = ["--history", "item-1,item-5,item-1", "--timestamps", "10,3000,6000", "-k", "3", "--json"]
+
     def told(model: str, *words: str) -> list[dict[str, Any]]:
-        history = ["--history", "item-1,item-5,item-1", "--timestamps", "10,3000,6000", "-k", "3", "--json"]
         cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
         return json.loads(capsys.readouterr().out)
 
@@ -198,14 +202,12 @@ def test_the_command_line_takes_the_time(paced: Path, tmp_path: Path, capsys: py
     assert told("with", "--time", "6004") == Retriever.load(paced / "with.served").recommend([request], 3)[0]
     assert told("with", "--time", "6004") != told("with", "--time", "9000") != told("with")
     assert told("without", "--time", "6004") == told("without", "--time", "9000") == told("without")
-    with pytest.raises(SystemExit):
-        told("with", "--time", "5999")
-    assert "request 0: its time is 5999; its last action was at 6000" in capsys.readouterr().err
+    said = refusal("retrieve", str(paced / "with.served"), *history, "--time", "5999")
+    assert "request 0: its time is 5999; its last action was at 6000" in said
     (tmp_path / "asked.jsonl").write_text('["item-1"]\n')
-    with pytest.raises(SystemExit):
-        files = ["--histories", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), "--time", "0"]
-        cli.main(["retrieve", str(paced / "with.served"), *files])
-    assert "--time is for one request; beside --histories say it in the file" in capsys.readouterr().err
+    files = ["--histories", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), "--time", "0"]
+    said = refusal("retrieve", str(paced / "with.served"), *files)
+    assert "--time is for one request; beside --histories say it in the file" in said
 
 
 @pytest.mark.parametrize("time", [1.5, "now", 2**63, [5]])

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_data import ITEMS, small_config, write_dataset
+from small_data import ITEMS, catalog_of, small_config, write_dataset
 
 from logitmix.modules.schema import RECENCY
 from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.export.card import _number
-from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.update import update_items
 from logitmix.trainer.loop import train
@@ -108,8 +107,7 @@ def test_it_counts_the_items_that_are_added(run: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
     export(run, served)
     before = (served / "README.md").read_text()
-    (tmp_path / "new.csv").write_text("item,price\nnew-1,2\nnew-2,3\n")
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog_of(tmp_path, "item,price\nnew-1,2\nnew-2,3\n"))
     after = (served / "README.md").read_text()
     assert f"{ITEMS + 2} items" in after and f"{ITEMS} items, stored" not in after
     assert after.partition("## This directory")[0] == before.partition("## This directory")[0]
@@ -122,8 +120,7 @@ def test_people_may_write_in_it(run: Path, tmp_path: Path) -> None:
     export(run, served)
     (served / "README.md").write_text("# Mine\n")
     assert Retriever.load(served).num_items == ITEMS
-    (tmp_path / "new.csv").write_text("item,price\nnew-1,2\n")
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog_of(tmp_path, "item,price\nnew-1,2\n"))
     assert (served / "README.md").read_text().startswith(f"# Mine\n\n## This directory\n\n{ITEMS + 1} items")
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import two_ranks
 from rich.console import Console
-from small_data import ITEMS, forget_digests, small_config, trained_scores, write_dataset
+from small_data import ITEMS, catalog_of, forget_digests, small_config, trained_scores, write_dataset
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
@@ -285,10 +285,9 @@ def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
     users = ranking_users(dataset, "test", 12)
     requests = [request_of(dataset, users, place) for place in range(len(users))]
     new = {f"new-{item}": item_record(dataset, item) for item in (4, 7)}
-    (tmp_path / "new.csv").write_text(csv_of(new))
-    found = []
+    catalog, found = catalog_of(tmp_path, csv_of(new)), []
     for path in (served, tmp_path / "together"):
-        update_items(path, Catalog(str(tmp_path / "new.csv")))
+        update_items(path, catalog)
         found.append(Retriever.load(path).recommend(requests, ITEMS + 2, exclude_history=False))
     for left, right in zip(*found, strict=True):
         scores = {row["id"]: row["score"] for row in right}
@@ -335,8 +334,8 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     records = {f"new-{item}": item_record(dataset, item) | {"title": f"Title {item}"} for item in (4, 7, 30)}
     records["item-5"] = item_record(dataset, 5) | {"title": "Title 5"}
     # prepare would call the feature price, too.
-    (tmp_path / "new.csv").write_text(csv_of(records).replace("price", "price!", 1))
-    assert update_items(served, Catalog(str(tmp_path / "new.csv"))) == {
+    catalog = catalog_of(tmp_path, csv_of(records).replace("price", "price!", 1))
+    assert update_items(served, catalog) == {
         "added": 3, "changed": 1, "unchanged": 0, "removed": 0, "num_items": ITEMS + 3,
     }  # fmt: skip
 
@@ -361,7 +360,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
             assert scores[f"new-{item}"] == pytest.approx(float(score), abs=2e-4)
     # New items may stand in histories, and come again.
     assert after.recommend([{"history": ["new-4", "item-3"]}], 5, unknown="refuse")[0]
-    assert update_items(served, Catalog(str(tmp_path / "new.csv"))) == {
+    assert update_items(served, catalog) == {
         "added": 0, "changed": 0, "unchanged": 4, "removed": 0, "num_items": ITEMS + 3,
     }  # fmt: skip
 
@@ -371,30 +370,28 @@ def test_an_export_of_a_catalog_is_an_export_that_is_updated(
     run: Path, dataset: Dataset, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = {"new": item_record(dataset, 4), "item-3": item_record(dataset, 9)}
-    (tmp_path / "t.csv").write_text(csv_of(records | {f"item-{n}": item_record(dataset, n) for n in range(20, ITEMS)}))
-    catalog = Catalog(str(tmp_path / "t.csv"), only=True)
+    records |= {f"item-{n}": item_record(dataset, n) for n in range(20, ITEMS)}
+    catalog = catalog_of(tmp_path, csv_of(records), only=True)
     update_items(served, catalog)
     capsys.readouterr()
     export(run, tmp_path / "again", catalog=catalog)
     assert "items: 1 added, 1 changed, 30 unchanged, 19 removed, 32 now" in " ".join(capsys.readouterr().err.split())
-    assert {path.name for path in tmp_path.iterdir()} == {"served", "again", "t.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"served", "again", "new.csv"}
     for file in served.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
 def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = json.loads((served / "manifest.json").read_text())
-    (tmp_path / "new.csv").write_text("item,price,brand\nnew,much,brand-1\n")
     with pytest.raises(ValueError, match="feature price has the value 'much', which is no number"):
-        update_items(served, Catalog(str(tmp_path / "new.csv")))
+        update_items(served, catalog_of(tmp_path, "item,price,brand\nnew,much,brand-1\n"))
     monkeypatch.setattr(catalog_module, "CHUNK_ITEMS", 2)
     for name, value, said in (
         ("price", "3e38", "item 'c': a number among its features is too large"),
         ("image", "1|2", "feature image has lists of 2 numbers, not 3"),
     ):
-        (tmp_path / "new.csv").write_text(f"item,{name}\na,\nb,\nc,{value}\n")
         with pytest.raises(ValueError, match=said):
-            update_items(served, Catalog(str(tmp_path / "new.csv")))
+            update_items(served, catalog_of(tmp_path, f"item,{name}\na,\nb,\nc,{value}\n"))
     pq.write_table(pa.table({"item": ["new"], "title": [["a", "list"]]}), tmp_path / "new.csv")
     with pytest.raises(ValueError, match="column title of the items is of type list"):
         update_items(served, Catalog(str(tmp_path / "new.csv")))
@@ -422,25 +419,24 @@ def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> thre
 def test_commands_that_replace_an_export_at_once_do_so_in_turn(
     run: Path, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("one", "other"):
-        (tmp_path / f"{name}.csv").write_text(f"item,price\n{name},1\n")
-    thread = during(monkeypatch, lambda: update_items(served, Catalog(str(tmp_path / "other.csv"))))
-    assert update_items(served, Catalog(str(tmp_path / "one.csv")))["num_items"] == ITEMS + 1
+    one, other, third = (
+        catalog_of(tmp_path, f"item,price\n{name},1\n", f"{name}.csv") for name in ("one", "other", "third")
+    )
+    thread = during(monkeypatch, lambda: update_items(served, other))
+    assert update_items(served, one)["num_items"] == ITEMS + 1
     thread.join()
     assert list(Retriever.load(served).raw_ids)[ITEMS:] == ["one", "other"]
 
-    (tmp_path / "one.csv").write_text("item,price\nthird,1\n")
     thread = during(monkeypatch, lambda: export(run, served, overwrite=True))
-    assert update_items(served, Catalog(str(tmp_path / "one.csv")))["num_items"] == ITEMS + 3
+    assert update_items(served, third)["num_items"] == ITEMS + 3
     thread.join()
     assert Retriever.load(served).num_items == ITEMS
 
 
 @pytest.mark.parametrize("served", ["exported"], indirect=True)
 def test_new_items_go_where_a_link_leads(served: Path, tmp_path: Path) -> None:
-    (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
     (tmp_path / "current").symlink_to("served")
-    update_items(tmp_path / "current", Catalog(str(tmp_path / "new.csv")))
+    update_items(tmp_path / "current", catalog_of(tmp_path, "item,price\nnew,1\n"))
     assert (tmp_path / "current").is_symlink() and Retriever.load(served).num_items == ITEMS + 1
     assert {path.name for path in tmp_path.iterdir()} == {"current", "new.csv", "served"}
 
@@ -448,12 +444,8 @@ def test_new_items_go_where_a_link_leads(served: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("served", ["exported"], indirect=True)
 def test_what_a_killed_command_left_goes(run: Path, served: Path, tmp_path: Path) -> None:
     """And what it was about to replace comes back."""
-    (tmp_path / "new.csv").write_text("item,price\nnew,1\n")
-    commands: list[Callable[[], object]] = [
-        lambda: update_items(served, Catalog(str(tmp_path / "new.csv"))),
-        lambda: export(run, served, overwrite=True),
-    ]
-    for command in commands:
+    catalog = catalog_of(tmp_path, "item,price\nnew,1\n")
+    for command in (lambda: update_items(served, catalog), lambda: export(run, served, overwrite=True)):
         shutil.copytree(served, tmp_path / ".served.01234567.part")
         served.rename(tmp_path / ".served.01234567.old")
         command()
@@ -475,10 +467,10 @@ def test_a_model_that_cannot_rank_new_items_says_so(
     train(small_config(run.parent / "data", settings | quick), tmp_path / "run")
     capsys.readouterr()
     export(run=tmp_path / "run", out=tmp_path / "served")
-    (tmp_path / "new.csv").write_text("item,brand\nnew,brand-1\n")
+    catalog = catalog_of(tmp_path, "item,brand\nnew,brand-1\n")
     for said, work in ((exported, None), (updated, update_items)):
         if work:
-            work(tmp_path / "served", Catalog(str(tmp_path / "new.csv")), said=Console(stderr=True))
+            work(tmp_path / "served", catalog, said=Console(stderr=True))
         err = capsys.readouterr().err
         assert said in err and (" hardly be recommended" in err) == bool(said)
 
@@ -519,8 +511,8 @@ def test_the_share_of_new_items_is_said(
     """Those whose first action is late, and those without actions."""
     monkeypatch.setattr(columns_module, "WEEK", 430 * 86_400)
     data = forget_digests(Path(shutil.copytree(run.parent / "data", tmp_path / "data")))
-    (tmp_path / "t.csv").write_text("item,price\nnew,1\n")
-    export(run, tmp_path / "served", catalog=Catalog(str(tmp_path / "t.csv")))
+    catalog = catalog_of(tmp_path, "item,price\nnew,1\n")
+    export(run, tmp_path / "served", catalog=catalog)
     api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9)
     assert "of the last week" not in capsys.readouterr().err
     description = json.loads((data / "dataset.json").read_text())
@@ -539,7 +531,7 @@ def test_the_share_of_new_items_is_said(
     ) in " ".join(capsys.readouterr().err.split())
     is_new = columns_module.filter_columns(["new"], load_dataset(data), "", print)["new"].values
     assert is_new.tolist() == [float(raw_id in names) for raw_id in dataset.raw_ids()]
-    export(run, tmp_path / "served", True, catalog=Catalog(str(tmp_path / "t.csv")), filterable=["brand"])
+    export(run, tmp_path / "served", True, catalog=catalog, filterable=["brand"])
     retriever = Retriever.load(tmp_path / "served")
     stated = columns_module.column_of("new", pa.array([*is_new.tolist(), None]))
     retriever.filters.change({**retriever.columns, "new": stated})
@@ -694,9 +686,8 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), retriever.recommend(requests, 5))
     (rows,) = retriever.recommend([{"history": ["item-3"], "where": "left = 7 or left is null"}], 5)
     assert {row["id"] for row in rows} == {"new", "another", "other"}
-    (tmp_path / "new.csv").write_text("item,left\nnew 2,many\n")
     with pytest.raises(ValueError, match="left of item 'new 2' is 'many'; it must be a number, or none"):
-        update_items(out, Catalog(str(tmp_path / "new.csv")))
+        update_items(out, catalog_of(tmp_path, "item,left\nnew 2,many\n"))
     with pytest.raises(ValueError, match=r"--filterable: no column 'colour' in .*; there are: brand, price"):
         export(run, out, True, filterable=["colour"])
     with pytest.raises(ValueError, match=r"--filterable: tags in .* has several values for an item; there are: brand"):

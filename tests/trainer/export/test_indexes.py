@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, small_config, write_dataset
+from small_data import ITEMS, catalog_of, small_config, write_dataset
 
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
 from logitmix.modules.schema import RECENCY
@@ -23,7 +23,6 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer.cli import main
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export import indexes
-from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.indexes import INDEXES, LEAST_ITEMS, check_index
 from logitmix.trainer.export.update import update_items
@@ -97,19 +96,19 @@ def test_faiss_alone_finds_what_the_model_ranks(
 def test_added_items_are_in_the_indexes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = tmp_path / "served"
     export(run, served, extras=["faiss"])
-    (tmp_path / "new.csv").write_text("item,price,brand\nnew-1,2,brand-1\nnew-2,3,brand-2\n")
+    catalog = catalog_of(tmp_path, "item,price,brand\nnew-1,2,brand-1\nnew-2,3,brand-2\n")
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "faiss", None)
         with pytest.raises(ValueError, match="pip install faiss-cpu"):
-            update_items(served, Catalog(str(tmp_path / "new.csv")))
+            update_items(served, catalog)
     assert Retriever.load(served).num_items == ITEMS
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog)
     assert faiss.read_index(str(served / "similarity.faiss")).ntotal == ITEMS + 2
     assert_found(Retriever.load(served), *search(served, "similarity", tmp_path))
     assert_entries_fit(served)
     export(run, served, overwrite=True)
     assert not list(served.glob("*.faiss"))
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog)
     assert not list(served.glob("*.faiss"))
 
 
@@ -187,8 +186,7 @@ def test_an_export_with_indexes_is_the_same_each_time(run: Path, tmp_path: Path)
 def test_added_items_are_in_all_kinds_of_indexes(run: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
     export(run, served, extras=["faiss_hnsw", "vectors"])
-    (tmp_path / "new.csv").write_text("item,price,brand\nnew-1,2,brand-1\n")
-    update_items(served, Catalog(str(tmp_path / "new.csv")))
+    update_items(served, catalog_of(tmp_path, "item,price,brand\nnew-1,2,brand-1\n"))
     assert faiss.read_index(str(served / "hindexer-hnsw.faiss")).ntotal == ITEMS + 1
     assert pq.read_table(served / "similarity.parquet")["id"].to_pylist()[-1] == "new-1"
     assert_entries_fit(served)

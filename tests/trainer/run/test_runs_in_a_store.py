@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 from damages import PART, SETTINGS
-from small_data import a_model, interrupted, small_config, write_dataset
+from small_data import a_model, catalog_of, interrupted, small_config, write_dataset
 from stores import Memory
+from waiting import until
 
 from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
@@ -41,7 +42,6 @@ from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.export import update as updating
-from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import saving
@@ -68,6 +68,13 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def bucket(memory: Memory, local: Path) -> Memory:
+    """The store, with the dataset."""
+    put(local / "data", DATA)
+    return memory
+
+
 def put(local: Path, url: str) -> Path:
     """Puts a directory there, and the copy of this host."""
     path = path_of(url)
@@ -78,13 +85,6 @@ def put(local: Path, url: str) -> Path:
 
 def config(**settings: Any) -> Config:
     return small_config(Path("unused"), SETTINGS | {"train.keep": 1, "data.path": DATA} | settings)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def ended_as(undisturbed: Path, run: Path) -> None:
@@ -102,9 +102,8 @@ def ended_as(undisturbed: Path, run: Path) -> None:
 
 
 def test_a_run_goes_on_elsewhere_bit_equal(
-    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(local / "data", DATA)
 
     def killed(telemetry: Telemetry, pipeline: Any, epoch: float) -> None:
         if pipeline.step == 10:
@@ -114,10 +113,10 @@ def test_a_run_goes_on_elsewhere_bit_equal(
         patch.setattr(Telemetry, "log_step", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config(), path_of(RUN))
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     results = train(config(), path_of(RUN))
     assert f"continuing {RUN} after step 8" in capsys.readouterr().err.replace("\n", "")
-    memory.host("third")
+    bucket.host("third")
     run = fetch_run(RUN)
     assert json.loads((run / "results.json").read_text()) == results
     assert 'path = "memory://bucket/data/small"' in (run / "config.toml").read_text()
@@ -126,21 +125,18 @@ def test_a_run_goes_on_elsewhere_bit_equal(
     assert file_digest(run / last / PART) == file_digest(local / "run" / last / PART)
 
 
-def test_a_store_that_takes_nothing_from_start_to_end(
-    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_takes_nothing_from_start_to_end(bucket: Memory, capsys: pytest.CaptureFixture[str]) -> None:
     """Each failure is said; the results are there, and the same command uploads the run."""
-    put(local / "data", DATA)
     settings = config(**{"train.on_save_failure": "continue", "train.epochs": 2, "train.refit": True})
-    with memory.watched(lambda number, name, file: name in ("put_file", "pipe_file")):
+    with bucket.watched(lambda number, name, file: name in ("put_file", "pipe_file")):
         results = train(settings, path_of(RUN))
     said = [line for line in capsys.readouterr().err.splitlines() if "could not be written" in line]
     assert said[0].endswith(f"(the store is gone); what it lacks is in {path_of(RUN)}; training goes on")
     at_the_end = f"{said[0].removesuffix('training goes on')}the run is finished there, and the same command uploads it"
     # Of the run and of its refit.
-    assert said.count(at_the_end) == 2 and said[-1] == at_the_end and memory.files("bucket/runs/a") == {}
+    assert said.count(at_the_end) == 2 and said[-1] == at_the_end and bucket.files("bucket/runs/a") == {}
     assert train(settings, path_of(RUN))["mrr"] == results["mrr"]
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     run = fetch_run(RUN)
     assert (run / "results.json").exists() and load_saved(final_run(run)).step == results["step"]
 
@@ -158,8 +154,7 @@ def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saver, "poll", until_uploaded)
 
 
-def test_uploads_in_the_background(memory: Memory, local: Path, step_by_step: None) -> None:
-    put(local / "data", DATA)
+def test_uploads_in_the_background(bucket: Memory, local: Path, step_by_step: None) -> None:
     threads: dict[str, str] = {}
 
     def watch(number: int, name: str, file: str) -> bool:
@@ -167,21 +162,21 @@ def test_uploads_in_the_background(memory: Memory, local: Path, step_by_step: No
             threads.setdefault(file.removeprefix("/bucket/runs/a/"), threading.current_thread().name)
         return False
 
-    with memory.watched(watch):
+    with bucket.watched(watch):
         train(config(**{"train.save_in_background": True}), path_of(RUN))
     assert [threads[f"checkpoints/step-{step}/{PART}"].partition("_")[0] for step in (4, 8, 12)] == [
         "upload",
         "upload",
         "MainThread",
     ]
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     ended_as(local / "run", fetch_run(RUN))
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_what_could_not_be_uploaded_is_with_the_next_upload(
-    memory: Memory,
+    bucket: Memory,
     local: Path,
     step_by_step: None,
     capsys: pytest.CaptureFixture[str],
@@ -189,17 +184,16 @@ def test_what_could_not_be_uploaded_is_with_the_next_upload(
     in_background: bool,
 ) -> None:
     """Of the same job if it goes on, or else of the next one."""
-    put(local / "data", DATA)
     settings = {"train.save_in_background": in_background, "train.on_save_failure": "continue" if goes_on else "stop"}
     said = f"{RUN} could not be written (the store is gone); what it lacks is in {path_of(RUN)}"
-    fails = memory.watched(lambda number, name, file: name == "put_file" and "step-8" in file)
+    fails = bucket.watched(lambda number, name, file: name == "put_file" and "step-8" in file)
     with fails, nullcontext() if goes_on else pytest.raises(OSError, match=f"^{re.escape(said)}$"):
         train(config(**settings), path_of(RUN))
     assert (f"{said}; training goes on\n" in capsys.readouterr().err) == goes_on
     if not goes_on:
-        assert not any("step-8" in name for name in memory.files("bucket/runs/a"))
+        assert not any("step-8" in name for name in bucket.files("bucket/runs/a"))
         train(config(), path_of(RUN))
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     ended_as(local / "run", fetch_run(RUN))
 
 
@@ -304,58 +298,53 @@ def test_a_step_whose_name_could_not_be_synced_is_uploaded(
     }
 
 
-def test_where_the_store_takes_nothing_no_step_is_trained(memory: Memory, local: Path) -> None:
-    put(local / "data", DATA)
-    with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=RUN):
+def test_where_the_store_takes_nothing_no_step_is_trained(bucket: Memory) -> None:
+    with bucket.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=RUN):
         train(config(), path_of(RUN))
     assert not path_of(RUN).exists()
 
 
 def test_a_job_that_fails_before_there_is_anything_to_keep_leaves_nothing(
-    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(local / "data", DATA)
     monkeypatch.setattr(Telemetry, "__init__", None)
-    with memory.watched() as done, pytest.raises(TypeError):
+    with bucket.watched() as done, pytest.raises(TypeError):
         train(config(), path_of(RUN))
     assert any(of.endswith("config.toml") for of in done)
-    assert memory.files("bucket/runs/a") == {}
+    assert bucket.files("bucket/runs/a") == {}
 
 
-def test_where_the_store_does_not_answer_nothing_begins(memory: Memory, local: Path) -> None:
-    put(local / "data", DATA)
-    with memory.watched(lambda *_: True), pytest.raises(OSError, match=f"^{RUN} could not be read"):
+def test_where_the_store_does_not_answer_nothing_begins(bucket: Memory) -> None:
+    with bucket.watched(lambda *_: True), pytest.raises(OSError, match=f"^{RUN} could not be read"):
         train(config(), path_of(RUN))
     assert not path_of(RUN).exists()
 
 
 def test_a_damaged_checkpoint_is_set_aside_in_the_store_too(
-    memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Memory, local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(local / "data", DATA)
     put(local / "run", RUN)
     name = f"bucket/runs/a/checkpoints/step-12/{PART}"
-    content = bytearray(memory.files()[name])
+    content = bytearray(bucket.files()[name])
     content[-1] ^= 1
-    memory.write(name, bytes(content))
-    memory.host("elsewhere")
+    bucket.write(name, bytes(content))
+    bucket.host("elsewhere")
     train(config(), path_of(RUN))
     said = capsys.readouterr().err
     assert f"{RUN}/checkpoints/step-12/{PART} is damaged (its SHA-256" in said
     assert f"(kept in {RUN}/checkpoints/damaged-step-12), and training continues from step 8" in said
-    memory.host("third")
+    bucket.host("third")
     run = fetch_run(RUN)
     assert (run / "checkpoints" / "damaged-step-12" / PART).read_bytes() == bytes(content)
     ended_as(local / "run", run)
 
 
-def test_two_jobs_of_one_host(memory: Memory, local: Path) -> None:
+def test_two_jobs_of_one_host(bucket: Memory, local: Path) -> None:
     """The second one does not touch the copy, and is refused; where nobody trains, the store counts again."""
-    put(local / "data", DATA)
     run = put(local / "run", RUN)
     with process_group("cpu", 60) as ranks, run_lock(run, ranks):
         (run / "new").write_text("")
-        memory.write("bucket/runs/a/metrics.jsonl", b"another host's")
+        bucket.write("bucket/runs/a/metrics.jsonl", b"another host's")
         # Others read what there is.
         assert fetch_run(RUN) == run and (run / "new").exists()
         with pytest.raises(ValueError, match="another job is training"), run_lock(run, ranks):
@@ -363,8 +352,7 @@ def test_two_jobs_of_one_host(memory: Memory, local: Path) -> None:
     assert fetch_run(RUN) == run and not (run / "new").exists()
 
 
-def test_ranks_on_several_hosts_are_refused(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(local / "data", DATA)
+def test_ranks_on_several_hosts_are_refused(bucket: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     require_one_host(Path("runs/a"))
@@ -433,15 +421,13 @@ def test_nobody_fetches_between_writing_and_uploading(
     watch(exporting, "publish", path_of(EXPORT))
     api.export(RUN, EXPORT)
     watch(updating, "_write", path_of(EXPORT))
-    (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
-    updating.update_items(path_of(EXPORT), Catalog(str(tmp_path / "new.csv")))
+    updating.update_items(path_of(EXPORT), catalog_of(tmp_path, "item,brand\nnew-1,brand-1\n"))
     watch(preparing, "whole_directory", path_of(DATA))
     api.prepare("demo", out=DATA, overwrite=True)
     assert held == ["publish", "_write", "whole_directory"]
 
 
-def test_a_run_that_is_taken_for_a_dataset_stays(memory: Memory, local: Path) -> None:
-    put(local / "data", DATA)
+def test_a_run_that_is_taken_for_a_dataset_stays(bucket: Memory) -> None:
     train(config(**{"train.epochs": 1}), path_of(RUN))
     (path_of(RUN) / "ahead").write_text("")
     for mistake in (
@@ -455,8 +441,7 @@ def test_a_run_that_is_taken_for_a_dataset_stays(memory: Memory, local: Path) ->
         assert (path_of(RUN) / "ahead").exists()
 
 
-def test_a_signal_saves_there(memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(local / "data", DATA)
+def test_a_signal_saves_there(bucket: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def end(telemetry: Telemetry, pipeline: Any, epoch: float) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -465,15 +450,14 @@ def test_a_signal_saves_there(memory: Memory, local: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Telemetry, "log_step", end)
     with pytest.raises(Stopped, match=rf"after step \d, which is saved in {RUN}$"):
         train(config(), path_of(RUN))
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     assert load_saved(fetch_run(RUN), "last").step in (1, 2)
 
 
-def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
-    put(local / "data", DATA)
+def test_an_export_there_answers_elsewhere(bucket: Memory) -> None:
     train(config(**{"train.epochs": 1}), path_of(RUN))
     api.export(RUN, EXPORT)
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     with pytest.raises(ValueError, match=f"^{EXPORT} exists already; give --overwrite"):
         api.export(RUN, EXPORT)
     retriever = Retriever.load(EXPORT)
@@ -487,12 +471,11 @@ def test_an_export_there_answers_elsewhere(memory: Memory, local: Path) -> None:
 
 
 def test_a_server_takes_over_what_is_exported_there(
-    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(local / "data", DATA)
     put(local / "run", RUN)
     api.export(RUN, EXPORT)
-    memory.host("server")
+    bucket.host("server")
     said: list[str] = []
     looked: list[str] = []
 
@@ -503,12 +486,12 @@ def test_a_server_takes_over_what_is_exported_there(
     monkeypatch.setattr(live, "STORE_SECONDS", 0.01)
     export = LiveExport(path_of(EXPORT), lambda line: said.append(shown(line)))
     before = export.retriever.rows(["item-1"], 3)
-    with memory.watched(lambda *_: True) as done:
+    with bucket.watched(lambda *_: True) as done:
         until(lambda: len(done) > 3)
     assert not export.refresh()
     assert said == [f"no new export can be fetched: {EXPORT} could not be read (the store is gone)"]
     monkeypatch.setattr(live, "fetch", look)
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     exporting.export(fetch_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
     until(export.refresh)
     assert said[-1].startswith("new export: ") and export.retriever.rows(["item-1"], 3) != before
@@ -528,20 +511,19 @@ def test_new_items_go_into_an_export_there(memory: Memory, tmp_path: Path) -> No
     put(write_dataset(tmp_path / "data", features=True), DATA)
     train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
     api.export(RUN, EXPORT)
-    (tmp_path / "new.csv").write_text("item,brand\nnew-1,brand-1\n")
+    catalog = catalog_of(tmp_path, "item,brand\nnew-1,brand-1\n")
     memory.host("elsewhere")
     with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=EXPORT):
-        updating.update_items(path_of(EXPORT), Catalog(str(tmp_path / "new.csv")))
-    assert updating.update_items(path_of(EXPORT), Catalog(str(tmp_path / "new.csv")))["unchanged"] == 1
+        updating.update_items(path_of(EXPORT), catalog)
+    assert updating.update_items(path_of(EXPORT), catalog)["unchanged"] == 1
     memory.host("third")
     assert Retriever.load(EXPORT).num_items == 51
 
 
-def test_compare_and_report(memory: Memory, local: Path, tmp_path: Path) -> None:
-    put(local / "data", DATA)
+def test_compare_and_report(bucket: Memory, tmp_path: Path) -> None:
     compared = "memory://bucket/compared"
     api.compare(DATA, compared, minutes=0.002, methods=["dot"])
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     found = api.compare(DATA, compared, minutes=0.002, methods=["dot"])
     assert found["dataset"] == DATA
     run = fetch_run(compared) / "dot"
@@ -552,24 +534,22 @@ def test_compare_and_report(memory: Memory, local: Path, tmp_path: Path) -> None
     assert f"{compared}/dot" in (tmp_path / "report.html").read_text()
 
 
-def test_a_warm_start_from_there(memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(local / "data", DATA)
+def test_a_warm_start_from_there(bucket: Memory, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(**{"train.epochs": 1}), path_of(RUN))
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     train(config(**{"train.epochs": 1, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
     assert f"warm start from {RUN}, step 4" in capsys.readouterr().err
 
 
-def test_a_run_that_is_trained_first_there(memory: Memory, local: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(local / "data", DATA)
+def test_a_run_that_is_trained_first_there(bucket: Memory, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"train.epochs": 1, "start.train.epochs": 2, "train.refit": True}
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr("logitmix.trainer.loop.warm_start", interrupted)
         train(config(**settings), path_of(RUN))
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     train(config(**settings), path_of(RUN))
     assert f"warm start from {RUN}/start, step" in capsys.readouterr().err
-    memory.host("a third one")
+    bucket.host("a third one")
     run = fetch_run(RUN)
     assert load_saved(final_run(run)).step == 4 and load_saved(run / "refit" / "start").step in (4, 8)
     assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
@@ -583,10 +563,7 @@ def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None
     assert not (fetch_run(RUN) / "config.toml").exists()
 
 
-def test_a_refit_there(
-    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put(local / "data", DATA)
+def test_a_refit_there(bucket: Memory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(**{"train.epochs": 1}), path_of(RUN))
     ranks: list[list[str]] = []
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -598,15 +575,14 @@ def test_a_refit_there(
     cli.main(["train", "--refit", RUN])
     said = capsys.readouterr().err
     assert said.startswith(f"training {RUN}/config.toml on {DATA} with 1 process, run directory {RUN}\n")
-    memory.host("elsewhere")
+    bucket.host("elsewhere")
     assert load_saved(final_run(fetch_run(RUN))).step == 4
 
 
 def test_what_one_rank_fetches_the_others_wait_for_at_length(
-    memory: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process of the host may hold a copy for longer than the ranks wait for each other otherwise."""
-    put(local / "data", DATA)
     put(local / "run", RUN)
     acts, waits, acting, held = collectives._outcome, storage._Copy.locked, [False], []
 
