@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import SASRecConfig
+from logitmix.modules.encoders import sasrec
 from logitmix.modules.encoders.sasrec import SASRec, attend_jagged, attend_padded
 from logitmix.modules.noise import Noise
 from logitmix.trainer.config import load_recipe, recipe_names
@@ -177,6 +178,15 @@ def test_last_positions_alone_are_those_of_all(heads: int, lengths: list[int]) -
     encoder, item_TD, packed = make(heads=heads, max_length=50), rows(sum(lengths)), packing(lengths)
     expected_BD = encoder(item_TD, packed, None)[packed.last_B]
     torch.testing.assert_close(encoder.last(item_TD, packed), expected_BD, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_to_the_inputs_is_that_to_keys_and_values(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, item_TD, packed = make(heads=heads), rows(12), packing([5, 0, 1, 6])
+    expected_TD = encoder(item_TD, packed, None)
+    monkeypatch.setattr(sasrec, "_MANY", 0)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(item_TD, packed, None), expected_TD, rtol=0, atol=1e-12)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
