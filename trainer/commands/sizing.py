@@ -63,10 +63,11 @@ def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
     if users > RANKED:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
-    if features:
-        without = f", without {', '.join(left_out)}: dates and vectors of texts did not pay" if left_out else ""
-        settings["model.features"] = (features, f"those of items: requests need not name them{without}")
     if known:
+        without = f"{', '.join(left_out)}: dates and vectors of texts did not pay"
+        of_items = "those of items: requests need not name them" + (f", without {without}" if left_out else "")
+        by_texts = f"without {without}; --model.features {' '.join(left_out)} ranks items added later by them"
+        settings["model.features"] = (features, of_items if features else by_texts)
         settings[DROPOUT] = (ITEM_ID_DROPOUT, "so that items added later are ranked by their features")
     return settings
 

@@ -505,7 +505,8 @@ def _why_unused(column: RawColumn) -> str:
     if is_time(values.type) or _are_dates(values):
         return "dates, but not of items, or the times of the actions are none"
     if not is_list(values.type):
-        return "most values occur once" if _is_scalar(values.type) else f"of type {str(values.type).partition('<')[0]}"
+        texts = "most texts occur once; --embed takes them"
+        return texts if _is_scalar(values.type) else f"of type {str(values.type).partition('<')[0]}"
     return "most values occur once" if _is_integer_or_text(values.type.value_type) else "lists of different lengths"
 
 

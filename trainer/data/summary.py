@@ -36,7 +36,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines += [f"times     {_span(description['times'])}", *_ties(description)]
     lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
     lines.append(f"titles    {_titles(description['titles'], description['items'])}")
-    lines += _features(features, schema)
+    lines += _features(features, schema, bool(description["titles"]))
     lines.append(f"next      {_next(directory)}")
     if any(feature.owner != "item" for feature in features):
         lines.append("          (with --model.features all it learns from the features of users and actions, too)")
@@ -153,9 +153,9 @@ def _titles(known: int, items: int) -> str:
     return "of all items" if known == items else f"of {known:,} of {_count(items, 'item')}"
 
 
-def _features(features: list[Feature], schema: Schema) -> list[str]:
+def _features(features: list[Feature], schema: Schema, have_titles: bool) -> list[str]:
     if not features:
-        return ["features  none but the item ids"]
+        return ["features  none but the item ids" + have_titles * " (--embed makes vectors of texts, such as titles)"]
     width, wide = (max(len(getattr(feature, of)) for feature in features) for of in ("name", "kind"))
     rows = [
         f"{f.name:{width}}  {f.kind:{max(wide, 6)}}  of {OWNERS[f.owner]:7}{_values(f, schema)}".rstrip()

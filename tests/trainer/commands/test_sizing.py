@@ -59,6 +59,11 @@ def test_item_features_are_taken_and_no_others() -> None:
         ["brand"],
         "those of items: requests need not name them, without released, title: dates and vectors of texts did not pay",
     )
+    assert sized(described(10, 10, 100, dated, TITLES))["model.features"] == (
+        [],
+        "without released, title: dates and vectors of texts did not pay; --model.features released title ranks items "
+        "added later by them",
+    )
 
 
 def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:

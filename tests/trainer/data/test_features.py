@@ -293,7 +293,7 @@ def test_unused_columns_have_a_reason() -> None:
     assert made(*(RawColumn(name, "item", values) for name, values in columns.items())).unused == {
         "empty": "no values",
         "same": "all values are the same",
-        "unique": "most values occur once",
+        "unique": "most texts occur once; --embed takes them",
         "raw": "of type binary",
         "ragged": "lists of different lengths",
     }

@@ -148,7 +148,7 @@ def test_the_summary_names_what_was_removed_and_what_is_there(
         "users     10.00 actions each",
         "times     1 to 59: an order, but no dates",
         "titles    of 13 of 20 items",
-        "features  none but the item ids",
+        "features  none but the item ids (--embed makes vectors of texts, such as titles)",
         f"next      logitmix train auto --data.path '{tmp_path}/my out' --run 'runs/my out'",
     ]
 

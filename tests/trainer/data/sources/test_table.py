@@ -165,7 +165,8 @@ def test_items_users_and_further_columns_become_features(shop: Path) -> None:
         "shelf": ("event", "id"),
     }
     assert said == REPEATED + (
-        "not used, unless --schema FILE states a kind: brand, notes, name, favorite, session (most values occur once)\n"
+        "not used, unless --schema FILE states a kind: brand, notes, name, favorite, session (most texts occur "
+        "once; --embed takes them)\n"
     )
     # The last row of an item counts; b has no price, and d is in no row.
     assert decoded(dataset, "item") == {"tags": [["red", "new"], ["new"], ["red"], []], "price": [3.5, 3, 2.5, 3]}
@@ -201,7 +202,9 @@ def test_a_file_says_what_columns_are(shop: Path) -> None:
         use = false
         """,
     )
-    assert said == REPEATED + ("not used, unless --schema FILE states a kind: name (most values occur once)\n")
+    assert said == REPEATED + (
+        "not used, unless --schema FILE states a kind: name (most texts occur once; --embed takes them)\n"
+    )
     assert dataset.vocabulary("brand") == ["", "acme", "bolt", "x"]
     assert decoded(dataset, "user")["favorite"] == ["acme", "x"]
     assert decoded(dataset, "item")["brand"] == ["acme", "acme", "bolt", ""]
