@@ -37,9 +37,8 @@ import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.measure import machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.launch.processes import held_port
@@ -101,7 +100,10 @@ def main(options: Options) -> None:
         for link in options.links.split(",") if wire.throttled else ["loopback"]:
             wire.throttle(link)
             _show(link, _measure(Path(name), link, options.arms.split(","), steps, repeats, wire))
-    print(_setting(steps, repeats))
+    print(
+        f"median of {repeats} runs of {steps - WARM_UP} steps after {WARM_UP} of warm-up, 2 ranks x 1 thread, D = 64, "
+        f"{MODEL['loss']['negatives']} negatives a batch, {BATCH} sequences a batch; {machine()}"
+    )
 
 
 class Wire:
@@ -278,8 +280,8 @@ def _show(link: str, result: dict[str, Any]) -> None:
     bare, arms = result["bare"], result["arms"]
     console = Console(width=140)
     title = f"{link}: bare gloo {bare['both']:.0f} Mbit/s each way at once, all-to-all {bare['all_to_all']:.0f}"
-    columns = ("wire", "hook, MB/step", "interface, MB/step", "unexplained", "examples/s (range)", "ms/step", "loss")
-    table = Table(*columns, title=title)
+    heads = ("wire", "hook, MB/step", "interface, MB/step", "unexplained", "examples/s (range)", "ms/step", "loss")
+    rows: list[tuple[str, ...]] = []
     rows_sent = arms["fp32"]["wire/bytes_per_step"] / (2 * 4 * MODEL["dim"]) if "fp32" in arms else 0.0
     for arm, of in arms.items():
         payload, seen, unexplained = of["wire/bytes_per_step"], "-", "-"
@@ -289,8 +291,8 @@ def _show(link: str, result: dict[str, Any]) -> None:
             unexplained = f"{of['tx_bytes'] / expected - 1:+.2%}" if rows_sent else "-"
         speed = f"{of['examples_per_second']:.1f} ({of['slowest']:.1f} to {of['fastest']:.1f})"
         milliseconds, loss = f"{of['wall'] * 1000:.0f}", f"{of['loss']:.4f}"
-        table.add_row(arm, f"{payload / 1e6:.3f}", seen, unexplained, speed, milliseconds, loss)
-    console.print(table)
+        rows.append((arm, f"{payload / 1e6:.3f}", seen, unexplained, speed, milliseconds, loss))
+    print_table(heads, rows, title, 140)
     for arm, of in arms.items():
         parts = ", ".join(f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PHASES)
         parts += f"; CPU {of['cpu'] * 1000:.1f}"
@@ -319,13 +321,6 @@ def _dense_parameters() -> int:
     with torch.device("meta"):
         tower = Tower(_config(Path(), "fp32", EPOCH).model, Schema.of_ids(ITEMS))
     return sum(parameter.numel() for parameter in tower.parameters())
-
-
-def _setting(steps: int, repeats: int) -> str:
-    return (
-        f"median of {repeats} runs of {steps - WARM_UP} steps after {WARM_UP} of warm-up, 2 ranks x 1 thread, D = 64, "
-        f"{MODEL['loss']['negatives']} negatives a batch, {BATCH} sequences a batch; {machine()}"
-    )
 
 
 def _work(job: dict[str, Any]) -> None:
@@ -373,16 +368,15 @@ def _note(path: Path, pipeline: Pipeline) -> None:
         file.write(json.dumps({"step": pipeline.step, "examples": pipeline.examples, **clocks, **sent}) + "\n")
 
 
-def _bare(megabytes: int = 4, times: int = 5) -> dict[str, float]:
+def _bare() -> dict[str, float]:
     """Mbit/s of one direction with both in use: by sends and receives at once, and by gloo's all-to-all."""
-    size = megabytes * 1_000_000
+    size = 4_000_000
     send, receive = torch.zeros(RANKS * size, dtype=torch.uint8), torch.empty(RANKS * size, dtype=torch.uint8)
 
     def both() -> None:
         peer = 1 - dist.get_rank()
-        work = [dist.irecv(receive[:size], peer), dist.isend(send[:size], peer)]
-        for part in work:
-            part.wait()
+        for work in [dist.irecv(receive[:size], peer), dist.isend(send[:size], peer)]:
+            work.wait()
 
     def all_to_all() -> None:
         dist.all_to_all_single(receive, send)
@@ -391,7 +385,7 @@ def _bare(megabytes: int = 4, times: int = 5) -> dict[str, float]:
     with process_group("cpu", 120):
         for way in (both, all_to_all):
             spent = []
-            for _ in range(times + 1):
+            for _ in range(6):
                 dist.barrier()
                 start = time.perf_counter()
                 way()

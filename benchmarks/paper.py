@@ -281,15 +281,11 @@ class Options:
             raise SystemExit(
                 f"--datasets has {', '.join(sorted(strange))}; --table {self.table} has {', '.join(table)}"
             )
-        named, chosen = self.methods.split(",") if self.methods else [], []
+        named = self.methods.split(",") if self.methods else []
         there = list(dict.fromkeys(name for dataset in wanted for name in table[dataset]))
         if strange := set(named) - set(there):
             raise SystemExit(f"--methods has {', '.join(sorted(strange))}; there are {', '.join(there)}")
-        for dataset in wanted:
-            known = list(table[dataset])
-            methods = [name for name in named or known if name in known]
-            chosen.append((dataset, methods))
-        return chosen
+        return [(dataset, [name for name in named or table[dataset] if name in table[dataset]]) for dataset in wanted]
 
     def cells(self, dataset: str, method: str) -> list["Cell"]:
         return [Cell(dataset, method, seed, self.minutes) for seed in range(self.seeds)]
@@ -621,7 +617,10 @@ def groups(options: Options) -> Iterator[dict[str, Any]]:
             "training actions of the target": held_out.training_counts(data)[users.target],
             "earlier actions of the user": users.seen_lengths,
         }
-        runs = {method: refits(dataset, method, options) for method in methods}
+        runs = {
+            method: [refit_path(run) for cell in options.cells(dataset, method) if (run := finished(cell, options))]
+            for method in methods
+        }
         found: dict[str, Any] = {"dataset": dataset, "users": len(users), "items": data.num_items, "by": {}}
         for name, value_U in by.items():
             quarters = np.array_split(np.argsort(value_U, kind="stable"), QUARTERS)
@@ -654,12 +653,6 @@ def show_groups(found: Mapping[str, Any]) -> None:
         table.add_row(run, f"{of['entropy']:.3f}", f"{of['least']:.4f}", f"{of['most']:.4f}")
     if table.row_count:
         Console().print(table)
-
-
-def refits(dataset: str, method: str, options: Options) -> list[Path]:
-    """Those of the seeds' cells."""
-    runs = [finished(cell, options) for cell in options.cells(dataset, method)]
-    return [refit_path(run) for run in runs if run]
 
 
 def hit_rates(rank_U: np.ndarray, groups: Sequence[np.ndarray]) -> list[float]:

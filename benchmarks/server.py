@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,7 @@ def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 async def _load(port: int, clients: int, requests: int, bad: float, ids: list[str], chance: random.Random) -> Load:
     load, malformed = Load(), _malformed(ids)
     kinds = itertools.cycle(MISDEEDS.items())
-    turns = [chance.random() < bad for _ in range(requests)]
-    left = iter(turns)
+    left = iter([chance.random() < bad for _ in range(requests)])
     background: list[tuple[str, asyncio.Task[int]]] = []
 
     async def client() -> None:
@@ -261,6 +261,10 @@ def _body(history: list[str], **others: object) -> bytes:
 
 def _request(body: bytes, method: str = "POST", path: str = "/retrieve") -> bytes:
     return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+STOPPED = _request(b" " * 100)[:-50]
+"""It ends in the middle of its body."""
 
 
 def _malformed(ids: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -306,21 +310,13 @@ async def _chunked(port: int) -> int:
 
 async def _stops(port: int) -> int:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(_request(b" " * 100)[:-50])
+    writer.write(STOPPED)
     return await _answered(reader, writer)
 
 
-async def _leaves_early(port: int) -> int:
+async def _leaves(request: bytes, port: int) -> int:
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(_request(b" " * 100)[:-50])
-    await writer.drain()
-    writer.transport.abort()
-    return LEFT
-
-
-async def _leaves(port: int) -> int:
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(_request(_body(["item 1"])))
+    writer.write(request)
     await writer.drain()
     writer.transport.abort()
     return LEFT
@@ -336,8 +332,8 @@ MISDEEDS: dict[str, Callable[[int], Coroutine[Any, Any, int]]] = {
     "50 MB": _huge,
     "50 MB in chunks": _chunked,
     "stops": _stops,
-    "leaves in the body": _leaves_early,
-    "leaves": _leaves,
+    "leaves in the body": partial(_leaves, STOPPED),
+    "leaves": partial(_leaves, _request(_body(["item 1"]))),
 }
 
 
