@@ -34,6 +34,7 @@ from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.checkpoint import load_saved
+from logitmix.trainer.run.metrics import read_rows
 
 if TYPE_CHECKING:
     from logitmix.trainer.parallel.parallelize import ParallelModel
@@ -325,6 +326,10 @@ def hit_rate(run: Path) -> float:
     """HR@1 of a run on the test part."""
     rate: float = json.loads((run / "results.json").read_text())["hr@1"]
     return rate
+
+
+def losses_of(run: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(run, "train")]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, gather_table, small_config, write_dataset
+from small_data import a_model, gather_table, losses_of, small_config, write_dataset
 
 from logitmix.modules.schema import USER
 from logitmix.serving.retriever import Retriever
@@ -51,10 +51,6 @@ def begin(run: Path, config: Config) -> "list[Map]":
     """Trains an epoch; returns the maps as this rank restores them."""
     loop.train(with_epochs(config, 1), run)
     return maps_of(run, config)
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in jobs.metrics(run) if row["kind"] == "train"]
 
 
 Map = dict[str, list[int]]
@@ -101,7 +97,7 @@ def test_a_checkpoint_is_divided_among_the_ranks(folder: Path, begun: list[list[
 
 
 def assert_goes_on(run: Path, whole: Path) -> None:
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
     for name in GROWING:
         rows = [load_saved(of, "last").id_of_row(name) for of in (run, whole)]
         assert rows[0] is not None and rows[1] is not None and torch.equal(rows[0], rows[1])

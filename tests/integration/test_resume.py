@@ -14,7 +14,7 @@ from pathlib import Path
 import jobs
 import pytest
 import two_ranks
-from small_data import small_config, write_dataset
+from small_data import losses_of, small_config, write_dataset
 from waiting import until
 
 from logitmix.launch.processes import STOPPED
@@ -124,7 +124,7 @@ def test_another_number_of_processes_goes_on_within_rounding(tmp_path: Path) -> 
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     two_ranks.run(train_runs, {changed: replace_epochs(config, 2)})
     train_runs({whole: config, changed: config})
-    assert losses(changed) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses_of(changed) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(1,), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
@@ -143,7 +143,7 @@ def test_groups_of_ranks_go_on_as_one_process_and_as_one_group(tmp_path: Path, s
         two_ranks.run(train_runs, together, world_size=4)
     train_runs({run: config for run in (alone, *runs.values()) if run not in together})
     for run in runs.values():
-        assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+        assert losses_of(run) == pytest.approx(losses_of(alone), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -169,10 +169,11 @@ def test_any_number_of_ranks_goes_on_within_rounding(tmp_path: Path) -> None:
                 goes_on[run] = config
         two_ranks.run(train_runs, goes_on, world_size=count)
     for of, before in itertools.product(shardings, range(1, 5)):
-        expected = losses(tmp_path / f"{of} {before} {before}")
+        expected = losses_of(tmp_path / f"{of} {before} {before}")
         assert len(expected) == 72
         for count in range(1, 5):
-            assert losses(tmp_path / f"{of} {before} {count}") == pytest.approx(expected, rel=1e-4), (of, before, count)
+            run = tmp_path / f"{of} {before} {count}"
+            assert losses_of(run) == pytest.approx(expected, rel=1e-4), run.name
 
 
 def replace_epochs(config: Config, epochs: int) -> Config:
@@ -182,10 +183,6 @@ def replace_epochs(config: Config, epochs: int) -> Config:
 def train_runs(configs: dict[Path, Config]) -> None:
     for run, config in configs.items():
         loop.train(config, run)
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in jobs.metrics(run) if row["kind"] == "train"]
 
 
 def test_a_killed_job_goes_on_and_a_signal_to_one_rank_saves_the_step(whole: Path, tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import a_pipeline, small_config
+from small_data import a_pipeline, losses_of, small_config
 
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
 from logitmix.trainer.export.export import export
 from logitmix.trainer.parallel.plan import bytes_by_rank
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.state import pieces_of, state_of
 
 SETTINGS = {"tables.precision": "fp16", "train.epochs": 2, "train.precision": "fp32", "evaluate.every_epochs": 1}
@@ -48,9 +47,7 @@ def test_a_run_is_resumed_bit_for_bit_and_exported(featured: Path, tmp_path: Pat
     loop.train(config_of(featured, "rowwise_adagrad", **{"tables.precision": "fp32"}), fp32)
     exact = {"comm.forward": "fp32", "comm.backward": "fp32"}
     two_ranks.run(loop.train, config_of(featured, "rowwise_adagrad", **exact), two := tmp_path / "two")
-    losses = {
-        run: [row["loss"] for row in read_rows(run) if row["kind"] == "train"] for run in (whole, resumed, fp32, two)
-    }
+    losses = {run: losses_of(run) for run in (whole, resumed, fp32, two)}
     assert losses[resumed] == losses[whole] != losses[fp32]
     assert losses[whole] == pytest.approx(losses[fp32], rel=0.01)
     assert losses[two] == pytest.approx(losses[whole], rel=1e-3)

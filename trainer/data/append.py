@@ -195,8 +195,7 @@ def _notes(dataset: Dataset, new: Mapping[str, int]) -> list[str]:
 
 def _column(dataset: Dataset, feature: Feature, rows: np.ndarray) -> Column:
     """Some rows of the feature's column among the later ones; missing values where there is none."""
-    owned = {"user": dataset.user_features, "item": dataset.item_features, "event": dataset.event_features}
-    if found := owned[feature.owner].get(feature.name):
+    if found := dataset.features_of(feature.owner).get(feature.name):
         return found.take(rows)
     if feature.form.bag:
         none = {name: np.empty(0, np.float32) for name in feature.form.parallel}

@@ -105,7 +105,7 @@ from logitmix.common.files import from_json
 from logitmix.common.storage import fetch
 from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.kinds.text import BUCKETS, NGRAMS, TextEncoder
-from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, WANTED, Feature, Schema
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, WANTED, Feature, Owner, Schema
 from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
     ITEM_COLUMNS,
@@ -170,6 +170,9 @@ class Dataset:
     """Of a limited dataset (limited.py): the one on disk, whose items are more."""
     kept: np.ndarray | None = None
     """Of a limited one, int64 [num_items]: which items of the whole these are, in order."""
+
+    def features_of(self, owner: Owner) -> Mapping[str, Column]:
+        return {"item": self.item_features, "user": self.user_features, "event": self.event_features}[owner]
 
     def is_kept(self) -> np.ndarray:
         """Of a limited one: which items of the whole it has, bool."""
@@ -274,7 +277,7 @@ class Dataset:
     def single_values(self, feature: Feature) -> pa.Array:
         """The values of a feature of items or actions that has one for each, as they were read: text, dates, or
         numbers, of which a missing one is the mean."""
-        values = {"item": self.item_features, "event": self.event_features}[feature.owner][feature.name].values
+        values = self.features_of(feature.owner)[feature.name].values
         if feature.form.dated:
             seconds = np.round(values.astype(np.float64) * 86_400).astype(np.int64)
             return pa.array(seconds, pa.int64(), mask=values == NO_DATE).cast(pa.timestamp("s"))

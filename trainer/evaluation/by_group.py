@@ -77,12 +77,8 @@ def _by_count(count_U: Ints) -> Iterator[tuple[str, Ints]]:
 def _by_feature(feature: Feature, users: RankingUsers, dataset: Dataset) -> Iterator[tuple[str, Ints]]:
     """Of the user, the target or its action: groups of equal values, or quarters of the users by a number of which
     there are more than MOST."""
-    column, row_U = {
-        "user": (dataset.user_features, users.user),
-        "item": (dataset.item_features, users.target),
-        "event": (dataset.event_features, users.place),
-    }[feature.owner]
-    taken, user_U = column[feature.name].take(row_U), np.arange(len(users))
+    row_U = {"user": users.user, "item": users.target, "event": users.place}[feature.owner]
+    taken, user_U = dataset.features_of(feature.owner)[feature.name].take(row_U), np.arange(len(users))
     if not feature.sparse:
         yield from _by_number(taken.values)
         return

@@ -77,8 +77,8 @@ def parquet_of(tmp_path: Path, columns: Mapping[str, Any], name: str = "in.parqu
 
 def decoded(dataset: Dataset, owner: Owner) -> dict[str, list[Any]]:
     """The features of an owner by name: sparse ones as text, "" for what is unknown."""
-    features = {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}[owner]
-    return {name: _decoded(dataset, dataset_feature(dataset, name), column) for name, column in features.items()}
+    features = dataset.features_of(owner).items()
+    return {name: _decoded(dataset, dataset_feature(dataset, name), column) for name, column in features}
 
 
 def dataset_feature(dataset: Dataset, name: str) -> Feature:

@@ -4,13 +4,14 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from small_data import forget_digests, write_dataset
 
+from logitmix.modules.schema import Owner
 from logitmix.trainer.data import arrays, dataset
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.config import PrepareOptions
@@ -29,10 +30,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def content(of: Dataset) -> dict[str, Any]:
-    columns = {"item": of.item_features, "user": of.user_features, "event": of.event_features}
     found = {"items": of.items_flat, "offsets": of.offsets, "timestamps": of.timestamps_flat}
-    for owner, by_name in columns.items():
-        for name, column in by_name.items():
+    for owner in get_args(Owner):
+        for name, column in of.features_of(owner).items():
             assert isinstance(column, Column)
             found |= column.arrays(f"{owner}.{name}")
     return {name: (array.dtype, array.shape, array.tobytes()) for name, array in found.items()}

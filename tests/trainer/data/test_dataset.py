@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_data
 
-from logitmix.modules.schema import Schema, Table
+from logitmix.modules.schema import Owner, Schema, Table
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.prepare import prepare
@@ -349,11 +349,10 @@ def test_features_of_every_owner_and_kind_come_back(tmp_path: Path) -> None:
     write_dataset(tmp_path / "made", contents, "made", users_per_file=2)
     loaded = load_dataset(tmp_path / "made")
     assert loaded.schema == schema
-    read = {"item": loaded.item_features, "user": loaded.user_features, "event": loaded.event_features}
-    for owner, features in read.items():
-        assert list(features) == [f.name for f in schema.of(owner)]  # type: ignore[arg-type]
+    for owner in get_args(Owner):
+        assert list(loaded.features_of(owner)) == [f.name for f in schema.of(owner)]
     for feature in schema.features[1:]:
-        column, written = read[feature.owner][feature.name], columns[feature.name]
+        column, written = loaded.features_of(feature.owner)[feature.name], columns[feature.name]
         assert np.array_equal(column.values, written.values)
         assert column.values.dtype == (np.int32 if feature.sparse else np.float32)
         assert (column.offsets is None) == (feature.kind != "ids")

@@ -81,8 +81,7 @@ def of_rows(
 
 
 def found(dataset: Dataset, owner: Owner) -> list[dict[str, Any] | list[Any]]:
-    column = {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}[owner]
-    of = column["interests"]
+    of = dataset.features_of(owner)["interests"]
     assert of.offsets is not None
     texts = [dataset.vocabulary("interests")[row] for row in of.values]
     pairs = list(zip(texts, of.parallel["weights"].tolist(), strict=True))

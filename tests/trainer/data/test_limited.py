@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import two_ranks
-from small_data import forget_digests, in_memory, small_config, trained_scores, write_dataset
+from small_data import forget_digests, in_memory, losses_of, small_config, trained_scores, write_dataset
 
 from logitmix.comm.process_group import process_group
 from logitmix.modules.schema import Feature
@@ -27,7 +27,6 @@ from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import read_ranks, read_test_users
 
 SPLITS = [{"data.split": "leave-one-out"}, {"data.split": "time"}, {"data.targets": ["action = type-1"]}]
@@ -180,10 +179,6 @@ def limit(data: Path, items: int, settings: dict[str, Any] = {}) -> Config:  # n
     return small_config(data, common | exact | settings)
 
 
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_rows(run, "train")]
-
-
 @pytest.fixture(scope="module")
 def run(data: Path) -> Path:
     """A run with 12 of the 50 items."""
@@ -246,7 +241,7 @@ def test_targets_without_a_row_or_a_history_are_misses(
 def test_a_limit_that_nothing_exceeds_changes_nothing(data: Path, tmp_path: Path) -> None:
     for name, items in (("with", 50), ("without", 0)):
         train(limit(data, items), tmp_path / name)
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert losses_of(tmp_path / "with") == losses_of(tmp_path / "without")
 
 
 def test_two_ranks_and_a_restart_on_one_do_what_one_process_does(data: Path, tmp_path: Path) -> None:
@@ -254,7 +249,7 @@ def test_two_ranks_and_a_restart_on_one_do_what_one_process_does(data: Path, tmp
     two_ranks.run(train, half, tmp_path / "both")
     train(config, tmp_path / "both")
     train(config, tmp_path / "alone")
-    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert losses_of(tmp_path / "both") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-4)
     with pytest.raises(ValueError, match=r"was started with other settings: data.items was 12, is 13"):
         train(limit(data, 13, {"train.epochs": 2}), tmp_path / "both")
 

@@ -52,9 +52,7 @@ def groups_of_each(dataset: Dataset, users: list[int], places: list[int], count_
     rows = {"country": users, "favorites": users, "action": places}
     for name in ("country", "favorites", "brand", "tags", "action"):
         feature = next(of for of in dataset.schema.features if of.name == name)
-        column = {
-            "user": dataset.user_features, "item": dataset.item_features, "event": dataset.event_features
-        }[feature.owner][name]  # fmt: skip
+        column = dataset.features_of(feature.owner)[name]
         vocabulary = dataset.vocabulary(feature.table)
         of_each = []
         for row in rows.get(name, dataset.items_flat[places]):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, a_pipeline, gather_table, small_config
+from small_data import a_model, a_pipeline, gather_table, losses_of, small_config
 from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.process_group import process_group
@@ -118,8 +118,7 @@ def test_what_reads_a_run_takes_the_average(featured: Path, tmp_path: Path) -> N
     export(run, tmp_path / "export")
     # Training itself is that without an average.
     train(small_config(featured, {"train.epochs": 3, "evaluate.baselines": False}), plain)
-    losses = [[row["loss"] for row in read_rows(of, "train")] for of in (run, plain)]
-    assert losses[0] == losses[1]
+    assert losses_of(run) == losses_of(plain)
     assert read_rows(run, "validation") != read_rows(plain, "validation")
 
 

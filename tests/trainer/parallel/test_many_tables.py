@@ -272,13 +272,12 @@ def test_lookups_name_each_row_once_and_every_value(featured: Path) -> None:
     assert found.features.item_row_V is None and torch.equal(found.ids[ITEM], torch.from_numpy(rows["item"]))
     for id_V in found.ids.values():
         assert torch.equal(id_V, id_V.unique())
-    columns = {"item": dataset.item_features, "user": dataset.user_features, "event": dataset.event_features}
     for feature in dataset.schema.features:
         if feature.name == ITEM:
             continue
         of = found.features.values[feature.name]
         values = found.ids[feature.table][of.values] if feature.sparse else of.values
-        column = columns[feature.owner][feature.name]
+        column = dataset.features_of(feature.owner)[feature.name]
         assert of.parallel.keys() == column.parallel.keys() == set(feature.form.parallel)
         for found_values, kept in [
             (values, column.values),

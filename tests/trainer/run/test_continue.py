@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, gather_table, small_config
+from small_data import a_model, gather_table, losses_of, small_config
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
@@ -27,7 +27,6 @@ from logitmix.trainer.loop import train, training_batches
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.warm_start import warm_start
 
 USERS = 30
@@ -319,8 +318,7 @@ def test_it_trains_and_resumes_as_without_an_interruption(
             assert torch.equal(one.values, other.values), name
     cold = small_config(first.parent / "new", SPLIT | {"warm_start": str(first), "train.epochs": 2})
     train(cold, tmp_path / "cold")
-    losses = [[row["loss"] for row in read_rows(tmp_path / run, "train")] for run in ("whole", "cold")]
-    assert losses[0] != losses[1]
+    assert losses_of(tmp_path / "whole") != losses_of(tmp_path / "cold")
 
 
 def test_another_optimizer_is_refused(first: Path, tmp_path: Path) -> None:
