@@ -129,8 +129,11 @@ def extra_entry(staging: Path, name: str, cpu: Sequence[str] = ()) -> Entries:
     return {name: entry_of(staging / name) | ({"cpu": list(cpu)} if cpu else {})}
 
 
-def kept(out: Path, keep: int | None) -> int:
-    """How many former exports are kept when `out` is replaced: as many as there are, if None."""
+def kept(out: Path, keep: int | None, by: Path | None = None) -> int:
+    """How many former exports are kept when `out` is replaced: as many as there are, if None. 0, which leaves them as
+    they are, where it is replaced `by` its equal."""
+    if by and (out / MANIFEST).is_file() and (out / MANIFEST).read_bytes() == (by / MANIFEST).read_bytes():
+        return 0
     return len(former(out)) if keep is None else keep
 
 

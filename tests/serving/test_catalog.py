@@ -167,6 +167,7 @@ def test_a_model_of_ids_alone_has_other_titles_and_fewer_items(tmp_path: Path) -
     words = " ".join(said.getvalue().split())
     assert "1 of 2 items in" in words and "are not in the export, such as 'none'" in words
     assert f"1 items are removed, such as '{IDS[2]}'" in words
+    assert "t.csv has no column in_stock, category, since: items keep the values that they had" in words
     after = Retriever.load(served)
     titles = {row["id"]: row["title"] for row in after.rows([IDS[2], IDS[3]], X, exclude_history=False)}
     assert titles == {name: "Five" if name == IDS[5] else f"«{name}»" for name in IDS if name != IDS[2]}
@@ -207,10 +208,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     before = (served / "manifest.json").read_bytes()
     table, every = table_of(model, tmp_path / "t.parquet", [4]), removing(tmp_path / "gone", range(X))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfd")
+    (tmp_path / "t.csv").write_text("name,price\nFour,4\n")
+    others = Catalog(str(tmp_path / "t.csv"))
     for catalog, said in (
         (replace(every, items=table.items), f"'{IDS[4]}' is in .*t.parquet and in .*gone"),
         (every, f"no item of {X} would be left"),
         (Catalog(remove="nowhere"), "no file at nowhere; --remove must name one"),
+        (replace(others, only=True), rf"none of the 1 items in .*t\.csv is in the export \(ids Four / {IDS[0]}\)"),
         (Catalog(remove=str(tmp_path / "bytes")), "is not text in UTF-8"),
     ):
         with pytest.raises(ValueError, match=said):

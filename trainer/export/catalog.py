@@ -22,7 +22,7 @@ from torch import Tensor
 
 from logitmix.common.messages import tell
 from logitmix.modules.schema import ITEM, Feature
-from logitmix.serving.columns import Column
+from logitmix.serving.columns import ACTIONS, NEW, Column
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.delta import differ, rows_as_shard
 from logitmix.serving.directory.format import (
@@ -117,6 +117,9 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
     columns, ids = _columns_of(
         table or SideTable(), Path(catalog.items).name, {*features, TITLE, *contents.columns}, said
     )
+    absent = [name for name in contents.columns if table and name not in (*columns, ACTIONS, NEW)]
+    if said and absent:
+        tell(said, f"{Path(catalog.items).name} has no column {', '.join(absent)}: items keep the values that they had")
     if TITLE in columns and f"item_{TITLE}" in features:
         columns[f"item_{TITLE}"] = columns[TITLE]
     place_N = np.array(contents.raw_ids.places(ids), np.int64)
@@ -200,6 +203,11 @@ def _stays(
     X = contents.about.num_items
     stays_X = np.ones(X, bool)
     if catalog.only:
+        if (place_N == ABSENT).all():
+            raise ValueError(
+                f"none of the {len(ids):,} items in {catalog.items} is in the export (ids {next(iter(ids), 'none')} / "
+                f"{contents.raw_ids[0]}); give both the same ids, or leave out --only, which would remove all {X:,}"
+            )
         stays_X[:] = False
         stays_X[place_N[(place_N >= 0) & (place_N < X)]] = True
     if catalog.remove:

@@ -236,7 +236,7 @@ def export_model(
             manifest = writer.write_manifest(staging, about, entries)
             with in_turn(out):
                 writer.check_target(out, overwrite)
-                publish(staging, out, writer.kept(out, keep))
+                publish(staging, out, writer.kept(out, keep, staging))
             return manifest
 
         return on_first_rank(finish, ranks)

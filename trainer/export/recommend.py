@@ -257,6 +257,8 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
         columns = dataset_columns(dataset)
         if not columns:
             raise ValueError(f"--where needs features of items, and {place} has none; give --items FILE")
+    if not ids:
+        raise ValueError(f"{place} has no items, so none may be recommended")
     place_N = np.array(retriever.raw_ids.places(ids), np.int64)
     place_N[place_N >= retriever.num_items] = ABSENT
     if len(absent := (place_N == ABSENT).nonzero()[0]):

@@ -253,6 +253,8 @@ def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower
     said = [of for name, of in changed(flatten(before), flatten(now)).items() if _SHAPING.fullmatch(name)]
     for owner, were in _features(old_tower).items():
         said += [f"{owner} feature {was} is not used" for was in were if was not in _features(new_tower)[owner]]
+    if said and before.model.features != now.model.features:
+        said.append(f"that run has --model.features {' '.join(before.model.features)}")
     return "; ".join(said)
 
 

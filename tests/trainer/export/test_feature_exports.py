@@ -22,6 +22,7 @@ from small_data import ITEMS, catalog_of, forget_digests, small_config, trained_
 from torch import Tensor
 
 from logitmix.comm.process_group import process_group
+from logitmix.common.files import former
 from logitmix.modules.features import Embedded
 from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import ITEM, RECENCY, Feature, Schema
@@ -379,6 +380,10 @@ def test_an_export_of_a_catalog_is_an_export_that_is_updated(
     assert {path.name for path in tmp_path.iterdir()} == {"served", "again", "new.csv"}
     for file in served.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
+    # What replaces its equal leaves the last week's to roll back to.
+    for _ in range(2):
+        export(run, tmp_path / "again", overwrite=True, keep=1)
+        assert [Retriever.load(of).num_items for of in former(tmp_path / "again").values()] == [32]
 
 
 def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,6 +632,9 @@ def test_only_items_of_a_table_are_recommended(
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
     with pytest.raises(ValueError, match=r"no item of the export is in .* and fulfills left = 7"):
         api.recommend(exported, tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
+    (tmp_path / "stock.csv").write_text("item,left,price\n")
+    with pytest.raises(ValueError, match=r"stock\.csv has no items, so none may be recommended"):
+        api.recommend(exported, tmp_path / "x.csv", run.parent / "data", **given)
 
 
 def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(

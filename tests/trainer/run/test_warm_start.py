@@ -254,6 +254,8 @@ def test_features_that_fit_in_shape_alone_are_refused(
     with pytest.raises(ValueError) as raised:
         train(small_config(new, warm), tmp_path / "second")
     assert str(raised.value) == f"the weights of {tmp_path / 'first'} do not fit: {said} is not used"
+    with pytest.raises(ValueError, match=r"is not used; that run has --model\.features all$"):
+        train(small_config(new, warm | {"model.features": []}), tmp_path / "second")
 
 
 @pytest.mark.parametrize("kind", ["dot", "mol"])
