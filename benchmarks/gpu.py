@@ -140,7 +140,7 @@ def versions() -> list[str]:
 
 
 def gpu_tests() -> tuple[list[str], list[Row]]:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "--timeout", "600"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "--timeout", "600", "-n", "6"]
     done = subprocess.run(command, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not re.search(r"\d+ passed", last) or "skipped" in last:

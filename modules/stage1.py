@@ -111,7 +111,7 @@ class Int8Corpus:
         blocks, groups = -(-R // LANES), self.blocks.shape[1]
         padded = item_RH.new_zeros(blocks * LANES, groups * GROUP, dtype=torch.float32)
         padded[:R, :H] = item_RH
-        values = padded.div_(self.scale).round_().clamp_(-LARGEST, LARGEST).add_(ZERO).to(torch.uint8)
+        values = _divided(padded, self.scale).round_().clamp_(-LARGEST, LARGEST).add_(ZERO).to(torch.uint8)
         values = values.view(blocks, LANES, groups, GROUP).transpose(1, 2)
         self.blocks[start // LANES : start // LANES + blocks] = values
 
@@ -214,10 +214,15 @@ def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
     if not query_BH.isfinite().all():
         raise ValueError("the queries have values that are not finite")
     largest_B = query_BH.float().abs().amax(1) if H else query_BH.new_zeros(B, dtype=torch.float32)
-    scale_B = torch.where(largest_B > 0, largest_B / LARGEST, 1.0)
+    scale_B = torch.where(largest_B > 0, _divided(largest_B, LARGEST), 1.0)
     values = query_BH.new_zeros(B, corpus.width, dtype=torch.int8)
     values[:, :H] = (query_BH.float() / scale_B[:, None]).round().to(torch.int8)
     return values, scale_B * corpus.scale
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded alike on all devices: on CUDA, torch multiplies by the reciprocal of a Python number."""
+    return x / x.new_full((), number)
 
 
 def _bits(allowed: Tensor, B: int, X: int) -> Tensor:

@@ -52,6 +52,8 @@ LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
 """Columns of the smallest product. A sum over pairs is such a product, with 16 equal columns: those of the sums of the
 transposed pairs, so that the constant is the operand of which a thread holds less."""
+_AS_USUAL = tl.constexpr("")
+"""How a load is cached. Triton 3.6 does not take a plain string as a default."""
 TILE_FIELDS = tl.constexpr(4)
 
 
@@ -393,7 +395,7 @@ def _add_sums(to, x, k, exists, ones, EMULATED: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _load_components(  # type: ignore[no-untyped-def]
-    side, row, k, inside, COUNT: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, CACHE: tl.constexpr = ""
+    side, row, k, inside, COUNT: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, CACHE: tl.constexpr = _AS_USUAL
 ):
     """Component k of each row, [rows, CP]."""
     c = tl.arange(0, CP)
@@ -403,7 +405,7 @@ def _load_components(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_weights(  # type: ignore[no-untyped-def]
-    side, row, inside, m, exists, M: tl.constexpr, CACHE: tl.constexpr = ""
+    side, row, inside, m, exists, M: tl.constexpr, CACHE: tl.constexpr = _AS_USUAL
 ):
     at = side + row[:, None] * M + m[None, :]
     return tl.load(at, mask=inside[:, None] & exists[None, :], other=0.0, cache_modifier=CACHE).to(tl.float32)

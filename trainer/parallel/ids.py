@@ -15,6 +15,10 @@ from torchrec import KeyedJaggedTensor
 
 from logitmix.modules.transfer import on_device
 
+BAG, BAGS = 16, 2**17
+"""Ids of a bag, at least, and about how many bags there are at most. Rows are not summed, but one of FBGEMM's warps
+looks up a whole bag, an id at a time: with a bag for each rank, 3,706 rows took an H100 a millisecond."""
+
 
 class AskedIds(NamedTuple):
     """Ids that all ranks ask this one for, list by list and rank by rank within each [S], and their numbers by rank and
@@ -28,16 +32,20 @@ class AskedIds(NamedTuple):
         return [sum(of_rank) for of_rank in self.counts]
 
     def lookup(self, names: Sequence[str]) -> KeyedJaggedTensor:
-        """A lookup's input, whose features are the lists and whose rows are the ranks."""
-        by_list = [*zip(*self.counts, strict=True)]
-        lengths = torch.tensor([*chain(*by_list)], dtype=torch.int64)
+        """A lookup's input, whose features are the lists, with as many bags for each rank."""
+        W, F = len(self.counts), len(names)
+        count_FW = torch.tensor(self.counts, dtype=torch.int64).view(W, F).t()
+        largest = int(count_FW.max()) if F else 0
+        bag = max(BAG, -(-largest * W * F // BAGS))
+        first_B = torch.arange(0, max(largest, 1), bag)
+        length_FWB = (count_FW[:, :, None] - first_B).clamp_(0, bag)
         return KeyedJaggedTensor(
             keys=[*names],
             values=self.values,
-            lengths=on_device(lengths, self.values.device),
-            stride=len(self.counts),
+            lengths=on_device(length_FWB.flatten(), self.values.device),
+            stride=W * len(first_B),
             # Otherwise it would ask the device.
-            length_per_key=[sum(of_list) for of_list in by_list],
+            length_per_key=count_FW.sum(1).tolist(),
         )
 
 

@@ -255,6 +255,7 @@ class _Part:
 
     def send_rows(self, ids: IdExchange) -> None:
         context, inputs, first = EmbeddingCollectionContext(), [], self.first
+        W = self.group.size()
         for by_rank, rows_asked in zip(self.tables.exchanges, self.rows_asked, strict=True):
             shards = by_rank[self.group.rank()]
             asked = ids.of(range(first, first + len(shards)))
@@ -262,7 +263,9 @@ class _Part:
             inputs.append(asked.lookup([shard.table for shard in shards]))
             context.sharding_contexts.append(
                 SequenceShardingContext(
-                    batch_size_per_rank=[1] * self.group.size(), input_splits=rows_asked, output_splits=asked.by_rank
+                    batch_size_per_rank=[inputs[-1].stride() // W] * W,
+                    input_splits=rows_asked,
+                    output_splits=asked.by_rank,
                 )
             )
         answer = cast(Any, self.tables.module.compute_and_output_dist(context, KJTList(inputs)))
