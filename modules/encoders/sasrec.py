@@ -19,6 +19,8 @@ from .stack import Stack
 EPSILON = 1e-8
 _MANY = 4
 """So many positions for each number of a vector, and products of matrices pay."""
+FLASH_WIDTH, CAUSAL = 256, 1
+"""The widest head that flash attention has a kernel for; and efficient attention's number of the causal mask."""
 
 
 class SASRec(Stack):
@@ -135,12 +137,14 @@ def _groups(packed: Tensor, packing: Packing) -> Iterator[Tensor]:
 
 
 def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
-    """`attend_padded` without padding, where torch has kernels for it: CUDA, with widths d that are multiples of 8 and
-    no empty sequence. That there is none has to be said, because torch would otherwise wait for the device to see."""
-    q, k, v = (
-        torch.nested.nested_tensor_from_jagged(
-            each, packing.offset_B, min_seqlen=packing.shortest, max_seqlen=packing.shape[1]
-        ).transpose(1, 2)
-        for each in packed_T3Gd.unbind(1)
-    )
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).values()
+    """`attend_padded` without padding, by torch's kernels for CUDA: widths d are multiples of 8, and no sequence is
+    empty. They are called by themselves, because a nested tensor, which would choose one, takes the host longer than
+    all the rest of a step."""
+    sides, offset_B, longest = packed_T3Gd.unbind(1), packing.offset_B.int(), packing.shape[1]
+    bounds = offset_B, offset_B, longest, longest
+    if packed_T3Gd.dtype != torch.float32 and packed_T3Gd.shape[3] <= FLASH_WIDTH:
+        out_TGd: Tensor = torch.ops.aten._flash_attention_forward(*sides, *bounds, 0.0, True, False)[0]
+        return out_TGd
+    q, k, v = (side[None] for side in sides)
+    out_1TGd: Tensor = torch.ops.aten._efficient_attention_forward(q, k, v, None, *bounds, 0.0, CAUSAL, True)[0]
+    return out_1TGd[0]

@@ -189,9 +189,11 @@ class _Problem:
         programs = self.programs(tiles, self.plan.warps)
         # Program p has tiles p * tiles // programs and on.
         program = (torch.arange(1, tiles + 1) * programs - 1) // max(tiles, 1)
-        slot_group, slot = torch.unique_consecutive(torch.stack([program, group]), return_inverse=True, dim=1)
+        G = max(len(self.negatives_GN), 1)
+        # As one number, because torch compares pairs one by one.
+        pair, slot = torch.unique_consecutive(program * G + group, return_inverse=True)
         table = torch.stack([start, end, group, slot], 1).flatten()
-        both = on_device(torch.cat([table, slot_group[1]]), self.target_T.device)
+        both = on_device(torch.cat([table, pair % G]), self.target_T.device)
         return _Tiles(tiles, programs, both[: len(table)], both[len(table) :])
 
 

@@ -9,9 +9,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nested._internal import sdpa
-from torch.nn import functional
-from torch.nn.attention import SDPBackend
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import SASRecConfig
@@ -237,53 +234,24 @@ def packed_of(lengths: list[int], heads: int, width: int) -> Tensor:
     return torch.randn(sum(lengths), 3, heads, width, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("lengths", [[3, 1, 7], [5], [2, 2]])
-def test_jagged_attention_takes_sequences_apart_and_puts_them_together(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch has no such kernel on CPU; here every sequence goes through the dense one by itself."""
-    dense = functional.scaled_dot_product_attention
-
-    def one_by_one(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        if not q.is_nested:
-            return dense(q, k, v, is_causal=is_causal)
-        each = zip(*(x.transpose(1, 2).unbind() for x in (q, k, v)), strict=True)
-        outs = [dense(*(x.transpose(0, 1) for x in of), is_causal=is_causal).transpose(0, 1) for of in each]
-        offsets = q.transpose(1, 2).offsets()
-        return torch.nested.nested_tensor_from_jagged(torch.cat(outs), offsets).transpose(1, 2)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", one_by_one)
-    packed = packed_of(lengths, heads=2, width=8)
-    for got, should in zip(
-        *(attended(a, packed, packing(lengths)) for a in (attend_jagged, attend_padded)), strict=True
-    ):
-        torch.testing.assert_close(got, should, rtol=1e-5, atol=1e-6)
-
-
 class _Chosen(Exception):
-    """Raised in place of the kernel that torch has chosen."""
+    """Raised in place of a kernel."""
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our code and torch's choice of a kernel take tensors for a GPU's. What torch asks of the device and of dtypes in
-    C++, which needs a GPU, is what its kernels support; all else that it asks is torch's own."""
+    """Our code takes tensors for a GPU's."""
 
-    def any_device(*dtypes: torch.dtype) -> Callable[..., bool]:
-        return lambda params, debug=False: params.query.dtype in dtypes
+    def chosen(name: str) -> Callable[..., None]:
+        def called(*_: Any) -> None:
+            raise _Chosen(name)
 
-    half = (torch.float16, torch.bfloat16)
+        return called
+
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr("logitmix.modules.noise._is_compiled_for", lambda _: False)
-    monkeypatch.setattr(sdpa, "can_use_flash_attention", any_device(*half))
-    monkeypatch.setattr(sdpa, "can_use_efficient_attention", any_device(*half, torch.float32))
-    monkeypatch.setattr(sdpa, "can_use_cudnn_attention", any_device())
-    choose = sdpa._select_sdp_backend
-
-    def chosen(*arguments: Any) -> None:
-        raise _Chosen(choose(*arguments))
-
-    monkeypatch.setattr(sdpa, "_select_sdp_backend", chosen)
+    for name in ("flash", "efficient"):
+        monkeypatch.setattr(torch.ops.aten, f"_{name}_attention_forward", chosen(name))
 
 
 def widths() -> list[tuple[int, int]]:
@@ -299,12 +267,11 @@ def widths() -> list[tuple[int, int]]:
 def test_a_gpu_has_a_fused_kernel_for_attention(
     dtype: torch.dtype, dim: int, heads: int, noise: Noise | None, on_gpu: None
 ) -> None:
-    """torch has no plain one for causal attention of nested tensors: without a fused one it refuses them."""
     encoder, lengths = SASRec(dim, replace(CONFIG, heads=heads)), [3, 1, 6]
     with pytest.raises(_Chosen) as chosen, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         encoder(rows(sum(lengths), dim).float().requires_grad_(), packing(lengths), noise)
     flash = dtype == torch.bfloat16 and dim // heads <= 256
-    assert chosen.value.args == (SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION,)
+    assert chosen.value.args == ("flash" if flash else "efficient",)
 
 
 @pytest.mark.parametrize(("dim", "heads", "lengths"), [(8, 2, [3, 1]), (52, 1, [2]), (8, 1, [3, 0, 1]), (8, 1, [])])
