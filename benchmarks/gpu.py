@@ -3,7 +3,8 @@
     python -m benchmarks.gpu [--out docs/gpu.md]
 
 In turn: versions; the tests marked `gpu`; collectives over NCCL, one rank on each GPU; a short training on all GPUs
-against the losses of one process on the CPU; the GPU's kernels compared with eager plain torch and with their floors.
+against the losses of one process on the CPU; steps of recipes beside what `logitmix plan` estimates of them; the GPU's
+kernels compared with eager plain torch and with their floors.
 The floor of a codec is a copy of as many bytes; that of a loss or of attention is its matrix products alone, forward
 once and backward twice, at the rate of one large product in the same precision; that of stage 1 and of MoL's scores of
 what it found is the time to read the INT8 corpus or the candidates' rows once. With one GPU the collectives and the
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +36,10 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import codec
+from benchmarks.estimates import Size, write_data
 from benchmarks.measure import logitmix, machine, milliseconds
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.batch import Packing
@@ -47,13 +51,28 @@ from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
+from logitmix.trainer.commands.plan import USAGE, Arguments, plan_job
+from logitmix.trainer.commands.recipe import of_recipe
+from logitmix.trainer.config import Config, load_recipe, with_settings
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.step.pipeline import Pipeline
 
 LENGTH, NEGATIVES, DIM, ITEMS = 200, 128, 64, 3706
 """Positions of a sequence, N, D and V of the losses that are measured: MovieLens-1M's."""
 CORPUS, ITEM_CACHE, STAGE_1 = 10_000_000, 1_000_000, 100_000
 """Items that stage 1 searches, items whose rows MoL reads, and candidates of a query: X and k' of the paper's order."""
-STEPS = 20
+TRAINED = 20
+STEPS = (
+    Size("ml-1m-dot", 3706, 165, {"train.batch_size": 128}),
+    Size("ml-1m-mol", 3706, 165, {"train.batch_size": 128}),
+    Size("ml-1m-hstu", 3706, 165, {"train.batch_size": 128}),
+    Size("ml-1m-hstu-mol", 3706, 165, {"train.batch_size": 128}),
+    Size("ml-1m-mol", 1_000_000, 200, {"train.batch_size": 512, "model.loss.negatives": 1024}),
+)
 TRAINING = {
     "FP32": (["--train.precision", "fp32", "--comm.forward", "fp32", "--comm.backward", "fp32"], 1e-4),
     "BF16, FP8 wire": (["--train.precision", "bf16", "--comm.emulate"], 3e-3),
@@ -99,7 +118,8 @@ def main(options: Options) -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit(f"benchmarks.gpu: torch {torch.__version__} sees no NVIDIA GPU here")
-    wrong, notes, rows = prove({"tests": gpu_tests, "NCCL": nccl, "training": training, "kernels": kernels})
+    parts = {"tests": gpu_tests, "NCCL": nccl, "training": training, "steps": steps, "kernels": kernels}
+    wrong, notes, rows = prove(parts)
     text = markdown(versions(), notes, rows)
     print(text)
     if wrong:
@@ -140,7 +160,11 @@ def versions() -> list[str]:
 
 
 def gpu_tests() -> tuple[list[str], list[Row]]:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow", "--timeout", "600", "-n", "6"]
+    # Others may need what is not installed.
+    files = [str(file) for file in Path("tests").rglob("test_*.py") if "@pytest.mark.gpu" in file.read_text()]
+    # Most of their time, the compiler is at work.
+    options = ["-q", "-m", "gpu and not slow", "--timeout", "600", "--numprocesses", "8"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     done = subprocess.run(command, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not re.search(r"\d+ passed", last) or "skipped" in last:
@@ -194,7 +218,7 @@ def training() -> tuple[list[str], list[Row]]:
             on_gpu = losses(folder, f"{arm} gpu", [*words, "--train.device", "cuda"], gpus)
             off = apart(on_gpu, on_cpu, bound)
             notes.append(
-                f"Training demo-mol, {arm}, on {gpus} GPU{'s' * (gpus > 1)}: the losses of {STEPS} steps are within "
+                f"Training demo-mol, {arm}, on {gpus} GPU{'s' * (gpus > 1)}: the losses of {TRAINED} steps are within "
                 f"{off:.1e} of the CPU's (allowed: {bound:.0e})."
             )
     return notes, []
@@ -204,8 +228,8 @@ def losses(folder: Path, name: str, words: Sequence[str], processes: int) -> lis
     """Losses of the first steps of the recipe demo-mol."""
     run = folder / name.replace(" ", "-")
     common = ["--data.path", str(folder / "demo"), "--train.log-every", "1", "--evaluate.every-epochs", "0"]
-    logitmix("train", "demo-mol", *common, "--train.epochs", "1", *words, "--run", str(run), processes=processes)
-    return [row["loss"] for row in read_rows(run, "train")][:STEPS]
+    logitmix("train", "demo-mol", *common, "--train.epochs", "0.4", *words, "--run", str(run), processes=processes)
+    return [row["loss"] for row in read_rows(run, "train")][:TRAINED]
 
 
 def apart(found: Sequence[float], expected: Sequence[float], bound: float) -> float:
@@ -215,6 +239,81 @@ def apart(found: Sequence[float], expected: Sequence[float], bound: float) -> fl
     for step, (ratio, a, b) in enumerate(zip(off, found, expected, strict=True), start=1):
         _require(ratio <= bound, f"loss of step {step} is {a}, the CPU's is {b}")
     return max(off)
+
+
+def steps() -> tuple[list[str], list[Row]]:
+    """A note on a step of each size of STEPS. Wrong if one waits for the GPU."""
+    lines = [
+        "Steps in BF16, and what `logitmix plan` estimates of them:",
+        "",
+        "| sequences x positions, items | ms | estimated | of it the GPU | kernels | estimated | GiB | estimated |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for size in STEPS:
+        with tempfile.TemporaryDirectory() as name:
+            settings = {
+                "train.precision": "bf16",
+                "train.device": "cuda",
+                "data.path": name,
+                "train.log_every": 1_000_000,
+            }
+            config = with_settings(load_recipe(size.recipe), settings | {"train.epochs": 100} | size.settings)
+            write_data(Path(name), size)
+            ms, gpu_ms, launches, gib = step(config)
+        words = [
+            *(size.recipe, "--world-size", "1", "--gpu", "h100", "--train.precision", "bf16"),
+            *("--history", str(size.length), "--items", str(size.items)),
+        ]
+        for setting, value in size.settings.items():
+            words += [f"--{setting.replace('_', '-')}", str(value)]
+        arguments, planned, _ = of_recipe(Arguments, "plan", words, USAGE)
+        plan = plan_job(planned, arguments.devices(), arguments.imagined(), "h100")
+        assert plan.step_time is not None
+        batch, negatives = config.train.batch_size, config.model.loss.negatives
+        what = f"{size.recipe}, {batch} x {size.length}, {size.items:,}, {negatives} negatives"
+        cells = [f"{ms:.1f}", f"{plan.step_time.total * 1e3:.1f}", f"{gpu_ms:.1f}", f"{launches:.0f}"]
+        cells += [str(plan.step_time.kernels), f"{gib:.1f}", f"{plan.rank_bytes / 2**30:.1f}"]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    return ["\n".join(lines)], []
+
+
+def step(config: Config) -> tuple[float, float, float, float]:
+    """Milliseconds of a training step, those in which the GPU's kernels ran, their number, and GiB at the peak."""
+    dataset, warm_up, timed, traced, checked = load_dataset(config.data.path), 10, 30, 4, 3
+    torch.set_num_threads(1)
+    torch.cuda.reset_peak_memory_stats()
+    with process_group("cuda", 120) as ranks:
+        model = parallelize(dataset.schema, config, ranks)
+        batches, optimizer = training_batches(config, dataset, ranks), dense_optimizer(model.tower, config.dense)
+        with Pipeline(model, optimizer, batches.at, warm_up + timed + traced + checked + 1) as pipeline:
+            run = partial(_steps, pipeline)
+            run(warm_up)
+            start = time.perf_counter()
+            run(timed)
+            ms = (time.perf_counter() - start) * 1e3 / timed
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(checked):
+                    pipeline.train_step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                run(traced)
+        events = [of for of in trace.events() if of.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [of for of in events if not of.name.startswith(("Memcpy", "Memset", "Optimizer"))]
+        pageable = [of.name for of in events if "Pageable" in of.name]
+        _require(not pageable, f"a step copies by way of memory that is not pinned: {pageable[:1]}")
+        return ms, sum(of.device_time for of in kernels) / 1e3 / traced, len(kernels) / traced, peak_gib()
+
+
+def _steps(pipeline: Pipeline, count: int) -> None:
+    for _ in range(count):
+        pipeline.train_step()
+    torch.cuda.synchronize()
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30
 
 
 def kernels() -> tuple[list[str], list[Row]]:
@@ -412,7 +511,7 @@ def seconds(work: Callable[[], object], device: torch.device, repetitions: int) 
 def markdown(versions: Sequence[str], notes: Sequence[str], rows: Sequence[Row]) -> str:
     lines = ["# On GPUs", "", "Written by `make gpu`, measured on:", ""]
     lines += [f"- {line}" for line in versions]
-    lines += ["", *(f"- {line}" for line in notes), ""]
+    lines += ["", *(line if "\n" in line else f"- {line}" for line in notes), ""]
     lines += [
         "Eager is the same in plain torch; for the top of a corpus, all products in BF16 and `torch.topk`. The floor",
         "is a copy of as many bytes for the codec, for a loss or attention its matrix products alone at the rate of",

@@ -139,7 +139,7 @@ def as_if_on(gpu: int, launch: Callable[..., None]) -> Iterator[None]:
     compiler.max_shared_mem.cache_clear()
     with (
         mock.patch.object(driver, "_active", target),
-        as_if_on_a_gpu(launch, GPUS[gpu].multiprocessors, GPUS[gpu].of_a_block),
+        as_if_on_a_gpu(launch, GPUS[gpu].multiprocessors, GPUS[gpu].of_a_block, gpu // 10),
     ):
         try:
             yield
@@ -160,7 +160,7 @@ def compiled(name: str, gpu: int) -> list[Kernel]:
         self.device_caches.clear()
         if kernel.hash in kernels:  # from Triton's files, without a log
             return
-        budget = budget_of(self.__name__, name, self.fn.__globals__["BUDGET"])
+        budget = budget_of(self.__name__, f"{name}, sm_{gpu}", self.fn.__globals__["BUDGET"])
         kernels[kernel.hash] = _measured(kernel, gpu, log.getvalue(), budget)
 
     with tempfile.TemporaryDirectory() as cache, knobs.nvidia.scope(), knobs.cache.scope():

@@ -408,7 +408,7 @@ def _launched(kernel: Any, *_: Any, **__: Any) -> None:
 
 @contextmanager
 def as_if_on_a_gpu(
-    launch: Callable[..., None] = _launched, multiprocessors: int = 132, shared: int = 227 * 1024
+    launch: Callable[..., None] = _launched, multiprocessors: int = 132, shared: int = 227 * 1024, major: int = 9
 ) -> Iterator[None]:
     """The project's code within works as on a GPU, with tensors without memory. Triton's kernels are passed to
     `launch`, as JITFunction.run is called; a block has `shared` bytes of shared memory at most."""
@@ -427,7 +427,7 @@ def as_if_on_a_gpu(
     def sharded(collections: Any, plans: Any, config: Any, ranks: Ranks, replicas: Any) -> Any:
         return shard(collections, plans, config, replace(ranks, device=torch.device("cpu")), replicas)
 
-    properties = SimpleNamespace(multi_processor_count=multiprocessors, total_memory=80 * 2**30, major=9, minor=0)
+    properties = SimpleNamespace(multi_processor_count=multiprocessors, total_memory=80 * 2**30, major=major, minor=0)
     cuda = {
         "is_available": lambda: True,
         "_lazy_init": lambda: None,

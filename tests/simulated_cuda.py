@@ -8,7 +8,7 @@ CUDA would check it, and is then computed on the CPU. The values are those of a 
 - Triton: a launch's arguments are checked, and the kernel runs in Triton's interpreter.
 - FBGEMM's fused tables: a stand-in for the lookup, its gradients, the optimizers that the product uses, and the caches
   of rows that are in the host's memory.
-- Flash attention of nested tensors: a stand-in that asks for what flash asks for.
+- Flash and efficient attention: stand-ins that ask for what these ask for.
 - Streams: see `Streams`.
 - NCCL: a stream of its own, over the process group that there is.
 
@@ -43,8 +43,6 @@ import torchgen
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 from torch import Tensor
 from torch.cuda._sanitizer import StreamSynchronizations
-from torch.nested._internal import sdpa
-from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -92,8 +90,6 @@ class Simulated(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(of, NestedTensor) for of in types):
-            return NotImplemented  # it comes again with what is in it
         return _DEVICE.run(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
@@ -334,8 +330,6 @@ class Everywhere(TorchDispatchMode):
     """Also for operations that are given no tensor of the device, such as those that make one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(of, NestedTensor) for of in types):
-            return NotImplemented
         return _DEVICE.run(func, args, kwargs or {})
 
 
@@ -738,9 +732,6 @@ def _take_over_torch() -> None:
     for name, stand_in in stands_for.items():
         setattr(cuda, name, stand_in)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    sdpa.can_use_flash_attention = lambda params, debug=False: params.query.dtype in (torch.float16, torch.bfloat16)
-    sdpa.can_use_efficient_attention = lambda params, debug=False: True
-    sdpa.can_use_cudnn_attention = lambda params, debug=False: False
     # torch.tensor makes memory of the host, and only then asks for the device.
     torch._C._set_only_lift_cpu_tensors(True)
     torch.__future__.set_swap_module_params_on_conversion(True)

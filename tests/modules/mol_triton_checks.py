@@ -169,4 +169,4 @@ def check_all(device: str, few: bool = False) -> None:
     check_bf16(device, few)
     check_not_finite(device, few)
     if not few:
-        check_cases(device, 100)
+        check_cases(device, 100 if device == "cpu" else 10)  # a GPU compiles each

@@ -148,5 +148,5 @@ def check_all(device: str, few: bool = False) -> None:
         check_few_allowed(device)
         if not few:
             check_misleading_samples(device)
-            check_cases(device, 100)
+            check_cases(device, 100 if device == "cpu" else 10)  # a GPU compiles each
         stage1._sample_on.cache_clear()

@@ -144,4 +144,4 @@ def check_all(device: str, few: bool = False) -> None:
     check_shapes(device, few)
     check_pairs_alone(device)
     if not few:
-        check_cases(device, 100)
+        check_cases(device, 100 if device == "cpu" else 10)  # a GPU compiles each
