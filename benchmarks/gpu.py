@@ -138,7 +138,10 @@ def prove(parts: dict[str, Callable[[], tuple[list[str], list[Row]]]]) -> tuple[
             more_notes, more_rows = part()
         except (Exception, SystemExit) as error:
             wrong[name] = f"{type(error).__name__}: {error}"
+            print(f"WRONG: {name}: {wrong[name]}", file=sys.stderr, flush=True)
         else:
+            # At once, for a run that does not come to its end.
+            print(*more_notes, *more_rows, sep="\n", file=sys.stderr, flush=True)
             notes += more_notes
             rows += more_rows
     return wrong, notes, rows

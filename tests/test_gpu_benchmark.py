@@ -33,7 +33,12 @@ def test_a_wrong_part_is_named_and_stops_no_other(
         raise gpu.Wrong("rows are others")
 
     row = gpu.Row("a kernel", 2.0, 6.0, 1.0)
-    for name, part in {"gpu_tests": wrong, "nccl": wrong, "training": lambda: (["held"], [])}.items():
+    for name, part in {
+        "gpu_tests": wrong,
+        "nccl": wrong,
+        "training": lambda: (["held"], []),
+        "steps": lambda: (["| a |\n"], []),
+    }.items():
         monkeypatch.setattr(gpu, name, part)
     monkeypatch.setattr(gpu, "kernels", lambda: ([], [row]))
     monkeypatch.setattr(gpu, "versions", lambda: ["a machine"])

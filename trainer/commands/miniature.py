@@ -49,6 +49,8 @@ class Work:
     bf16: float = 0.0
     """Operations of matrix products in BF16; a multiply-add is two."""
     fp32: float = 0.0
+    mol: float = 0.0
+    """Those of MoL's pairs in BF16."""
     traffic: float = 0.0
     """Bytes that kernels read and write."""
     kernels: float = 0.0
@@ -188,7 +190,8 @@ def _counted(config: Config, tower: Tower, batch: Batch, lookups: Mapping[str, i
         loss = losses(rows, batch)["loss"]
     with counter:
         loss.backward()
-    return Work(counter.peak, counter.products[True], counter.products[False], counter.traffic, counter.kernels)
+    bf16, fp32 = counter.products[True], counter.products[False]
+    return Work(counter.peak, bf16, fp32, traffic=counter.traffic, kernels=counter.kernels)
 
 
 class _Losses(SampledLosses):
@@ -280,11 +283,11 @@ def _pairs(config: Config, schema: Schema, stage: Similarity, batch: Batch) -> W
         counts.append(counter.products[False])
     each = counts[1] - counts[0]
     # MoL's backward computes the forward again. Dot products are never in BF16.
-    passes, is_bf16 = 4 if isinstance(stage, MoL) else 3, not isinstance(stage, Dot)
-    operations = passes * each * T * (N + 1)
-    if is_bf16 and config.train.precision == "bf16":
-        return Work(bf16=operations)
-    return Work(fp32=operations)
+    is_mol = isinstance(stage, MoL)
+    operations = (4 if is_mol else 3) * each * T * (N + 1)
+    if isinstance(stage, Dot) or config.train.precision != "bf16":
+        return Work(fp32=operations)
+    return Work(mol=operations) if is_mol else Work(bf16=operations)
 
 
 def _attention(config: Config, batch: Batch) -> Work:

@@ -29,15 +29,17 @@ GPUS: Mapping[str, GPU] = {
     "b200": GPU(180, 2250e12, 75e12, 8e12, 900e9, 50e9),
 }
 """SXM cards of 80, 80, 141 and 180 GB in NVIDIA's DGX or HGX hosts, whose network is of 200 Gbit/s a GPU, then 400."""
-LAUNCH = 5e-6
-"""Seconds in which torch's host starts a kernel, and a collective."""
-REACHED = {"bf16": 0.5, "fp32": 0.7, "memory": 0.7, "nvlink": 0.7, "network": 0.8}
-"""The part of a data sheet's rate that is reached."""
+LAUNCH = 90e-6
+"""Seconds in which the host starts a kernel, with Python and torch: 89 to 109 in steps of ml-1m-dot, ml-1m-mol and
+ml-1m-hstu, on a virtual machine with an H100 (benchmarks/notes/h100.md)."""
+REACHED = {"bf16": 0.5, "MoL's pairs": 0.1, "fp32": 0.3, "memory": 0.7, "nvlink": 0.7, "network": 0.8}
+"""The part of a data sheet's rate that is reached. Of MoL's pairs and of FP32, the dot product's pairs, as measured
+there; the others are assumed."""
 FUSED, OTHER_KERNELS = 0.45, 25
 """Kernels by torch's operations in the same forward and backward on a CPU, and those beside: tables, exchange and
 optimizers. Fitted to counts of ml-1m-mol and ml-1m-dot (benchmarks/notes/launches.md); they give 248 and 154."""
 ASSUMED = (
-    f"{LAUNCH * 1e6:g} us to start a kernel; of the data sheet's rates "
+    f"{LAUNCH * 1e6:g} us of the host to start a kernel; of the data sheet's rates "
     f"{', '.join(f'{of:.0%} ({name})' for name, of in REACHED.items())}; only the tower's gradients overlap"
 )
 
@@ -84,6 +86,7 @@ def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int, 
     ring = 2 * load.dense * (local - 1) / local / (gpu.nvlink * REACHED["nvlink"])
     ring += 2 * load.dense / local * (hosts - 1) / hosts / (gpu.network * REACHED["network"])
     arithmetic = work.bf16 / (gpu.bf16 * REACHED["bf16"]) + work.fp32 / (gpu.fp32 * REACHED["fp32"])
+    arithmetic += work.mol / (gpu.bf16 * REACHED["MoL's pairs"])
     parts = {
         "starting kernels": kernels * LAUNCH,
         "arithmetic": arithmetic,
@@ -96,5 +99,5 @@ def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int, 
     computed = max(parts["starting kernels"], device)
     hidden = min(ring, device / 2)
     total = computed + parts["rows within a host"] + parts["rows between hosts"] + ring - hidden
-    floor = max(work.bf16 / gpu.bf16 + work.fp32 / gpu.fp32, traffic / gpu.memory)
+    floor = max((work.bf16 + work.mol) / gpu.bf16 + work.fp32 / gpu.fp32, traffic / gpu.memory)
     return StepTime({name: of for name, of in parts.items() if of}, total, floor, kernels)
