@@ -155,8 +155,9 @@ def test_each_encoder_and_similarity_gives_what_it_gives_on_the_cpu(data: Path, 
 def test_two_gpus_give_what_two_processes_give(featured: Path, library: Path) -> None:
     seen = compare(featured, {"features": {**FEATURES, "train.ema": 0.9}}, 2, ["features"], library, 2)
     assert {"_quantize_kernel", "_dequantize_kernel"} <= seen["features"].launches.keys()
-    # Clipping waits, and TorchRec's exchange of pooled tables' ids.
-    assert not [place for place in seen["features"].waits if " at modules/" in place or " at comm/hooks.py" in place]
+    # Of a logged step: whether all was finite, and samples of the wire.
+    places = {place.rpartition(":")[0].rpartition(" ")[2] for place in seen["features"].waits}
+    assert places <= {"trainer/step/pipeline.py", "comm/exchange.py"}
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def test_what_is_covered(
     from logitmix.modules.losses import mol_triton
 
     monkeypatch.setattr(mol_triton, "_shared_memory", lambda device: of_a_block * 1024)
+    monkeypatch.setattr(mol_triton, "_is_hopper", lambda device: True)
     assert mol_triton.covers(*shape, getattr(torch, dtype), torch.device("cuda")) == fits
 
 

@@ -190,8 +190,8 @@ def _counted(config: Config, tower: Tower, batch: Batch, lookups: Mapping[str, i
         loss = losses(rows, batch)["loss"]
     with counter:
         loss.backward()
-    bf16, fp32 = counter.products[True], counter.products[False]
-    return Work(counter.peak, bf16, fp32, traffic=counter.traffic, kernels=counter.kernels)
+    in_bf16, others = counter.products[True], counter.products[False]
+    return Work(counter.peak, in_bf16, others, traffic=counter.traffic, kernels=counter.kernels)
 
 
 class _Losses(SampledLosses):

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, BaseBatchedEmbeddingBag
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -51,9 +52,11 @@ class DetachedLookup:
             return total
         ids = features.values().long().split(features.length_per_key())
         for ids_S, gradient_SC in zip(ids, gradients, strict=True):
-            unique_U, inverse_S = ids_S.unique(return_inverse=True)
-            row_UC = gradient_SC.new_zeros(len(unique_U), gradient_SC.shape[1]).index_add_(0, inverse_S, gradient_SC)
-            total += row_UC.square().sum(dtype=torch.float64)
+            # As many sums as ids, because a GPU would have to be waited for to know how many rows they are of.
+            sorted_S, order_S = ids_S.sort(stable=True)
+            row_S = F.pad(sorted_S.diff() != 0, (min(1, len(ids_S)), 0)).cumsum(0)
+            row_SC = torch.zeros_like(gradient_SC).index_add_(0, row_S, gradient_SC[order_S])
+            total += row_SC.square().sum(dtype=torch.float64)
         return total
 
     def update(self, scale: Tensor | float = 1.0) -> None:
@@ -74,7 +77,8 @@ class DetachedLookup:
         tables = self.kernel.config.embedding_tables
         columns = [tables[table].local_cols for table in self.kernel._feature_table_map]
         by_feature = zip(self._gradient.split(columns, dim=1), bags_by_feature(self.features), strict=True)
-        return (of_each_id(gradient_RC, *of_bags) for gradient_RC, of_bags in by_feature)
+        counts = self.features.length_per_key()
+        return (of_each_id(of, count, *of_bags) for count, (of, of_bags) in zip(counts, by_feature, strict=True))
 
     @property
     def _gradient(self) -> Tensor:

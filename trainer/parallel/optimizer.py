@@ -307,7 +307,12 @@ class _Lookup(torch.autograd.Function):
         lengths: Tensor | None = None,
         shares: Tensor | None = None,
     ) -> Tensor:
-        ctx.update, ctx.lengths, ctx.shares = partial(optimizer.update, shard, ids), lengths, shares
+        ctx.update, ctx.count, ctx.lengths, ctx.shares = (
+            partial(optimizer.update, shard, ids),
+            len(ids),
+            lengths,
+            shares,
+        )
         if lengths is None:
             return shard.row.index_select(0, ids)
         ends = lengths.cumsum(0)
@@ -316,7 +321,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.update(gradient if ctx.lengths is None else of_each_id(gradient, ctx.lengths, ctx.shares))
+        ctx.update(gradient if ctx.lengths is None else of_each_id(gradient, ctx.count, ctx.lengths, ctx.shares))
         return (None,) * 6
 
 
@@ -328,9 +333,9 @@ def bags_by_feature(features: KeyedJaggedTensor) -> Iterable[tuple[Tensor, Tenso
     return zip(lengths, [None] * len(counts) if shares is None else shares.split(counts), strict=True)
 
 
-def of_each_id(gradient_RC: Tensor, lengths_R: Tensor, shares_S: Tensor | None) -> Tensor:
+def of_each_id(gradient_RC: Tensor, S: int, lengths_R: Tensor, shares_S: Tensor | None) -> Tensor:
     """The gradients of the rows in bags [S, C], from those of the bags' sums."""
-    gradient_SC = gradient_RC.repeat_interleave(lengths_R, dim=0)
+    gradient_SC = gradient_RC.repeat_interleave(lengths_R, dim=0, output_size=S)
     return gradient_SC if shares_S is None else gradient_SC * shares_S.unsqueeze(1)
 
 
