@@ -248,7 +248,10 @@ def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) 
     [
         ({"start.model.dim": 16}, "model.dim was 16, is 8"),
         ({"start.model.encoder.heads": 2}, "model.encoder.heads was 2, is 1"),
-        ({"start.model.features": ["recency"]}, "event feature recency (id of table recency) is not used"),
+        (
+            {"start.model.features": ["recency"]},
+            "event feature recency (id of table recency) is not used; that run has --model.features recency",
+        ),
     ],
 )
 def test_weights_that_would_not_fit_are_refused_before_anything_is_trained(
