@@ -307,12 +307,8 @@ class _Lookup(torch.autograd.Function):
         lengths: Tensor | None = None,
         shares: Tensor | None = None,
     ) -> Tensor:
-        ctx.update, ctx.count, ctx.lengths, ctx.shares = (
-            partial(optimizer.update, shard, ids),
-            len(ids),
-            lengths,
-            shares,
-        )
+        ctx.update, ctx.count = partial(optimizer.update, shard, ids), len(ids)
+        ctx.lengths, ctx.shares = lengths, shares
         if lengths is None:
             return shard.row.index_select(0, ids)
         ends = lengths.cumsum(0)

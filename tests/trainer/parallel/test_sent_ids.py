@@ -1,3 +1,4 @@
+import pytest
 import torch
 import two_ranks
 
@@ -42,3 +43,14 @@ def test_a_lookup_has_a_feature_for_each_list_and_a_row_for_each_rank() -> None:
     assert torch.equal(found["b"].values(), rows["b"][[2]])
     assert found["a"].lengths().tolist() == [3, 1] and found["b"].lengths().tolist() == [0, 1]
     assert asked.by_rank == [3, 2]
+
+
+def test_a_lookup_has_small_bags_and_as_many_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = AskedIds(torch.arange(63), [[20, 3], [0, 40]])
+    found = asked.lookup(["a", "b"])
+    assert found.lengths().view(2, 2, 3).tolist() == [[[16, 4, 0], [0, 0, 0]], [[3, 0, 0], [16, 16, 8]]]
+    assert found.length_per_key() == [20, 43] and found.stride() == 6
+    assert AskedIds(torch.arange(0), [[], []]).lookup([]).stride() == 2
+    # Of many ids, bags are larger rather than more.
+    monkeypatch.setattr("logitmix.trainer.parallel.ids.BAGS", 8)
+    assert asked.lookup(["a", "b"]).lengths().tolist() == [20, 0, 0, 0, 3, 0, 20, 20]
