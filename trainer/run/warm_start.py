@@ -251,10 +251,15 @@ _SHAPING = re.compile(r"model\.(dim|encoder\.(?!.*dropout).*)|tables\.(.*\.)?dim
 
 def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower) -> str:
     said = [of for name, of in changed(flatten(before), flatten(now)).items() if _SHAPING.fullmatch(name)]
-    for owner, were in _features(old_tower).items():
-        said += [f"{owner} feature {was} is not used" for was in were if was not in _features(new_tower)[owner]]
-    if said and before.model.features != now.model.features:
-        said.append(f"that run has --model.features {' '.join(before.model.features)}")
+    unused = [
+        f"{owner} feature {was} is not used"
+        for owner, were in _features(old_tower).items()
+        for was in were
+        if was not in _features(new_tower)[owner]
+    ]
+    if unused and before.model.features != now.model.features:
+        unused.append(f"that run has --model.features {' '.join(before.model.features)}")
+    said += unused
     return "; ".join(said)
 
 
