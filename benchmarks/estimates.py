@@ -10,6 +10,8 @@ table has the growth of a process's memory at its peak (resident set) beside the
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from benchmarks.measure import Spent, in_turn, machine, spent
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
 from logitmix.trainer.commands.recipe import of_recipe
+from logitmix.trainer.commands.step_time import StepTime
 from logitmix.trainer.config import Config, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
@@ -94,10 +97,7 @@ def step_rows(gpu: str) -> list[dict[str, Any]]:
     for name, (recipe, sequences, words) in MODELS.items():
         for count in (1, 8, 64):
             line = f"{recipe} --world-size {count} --gpu {gpu} --train.batch-size {sequences * count} {words}"
-            arguments, config, _ = of_recipe(Arguments, "plan", line.split(), USAGE)
-            plan = plan_job(config, arguments.devices(), arguments.imagined(), gpu)
-            of = plan.step_time
-            assert of is not None
+            plan, of = planned(line)
             rows.append(
                 {
                     "model": name,
@@ -110,6 +110,14 @@ def step_rows(gpu: str) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def planned(line: str) -> tuple[JobPlan, StepTime]:
+    """Of the words of `logitmix plan` for GPUs."""
+    arguments, config, _ = of_recipe(Arguments, "plan", line.split(), USAGE)
+    plan = plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu)
+    assert plan.step_time is not None
+    return plan, plan.step_time
 
 
 def memory_rows(sizes: dict[str, Size] = SIZES) -> list[dict[str, Any]]:
@@ -159,13 +167,20 @@ def training_memory(config: Config) -> Spent:
 
 
 def train(config: Config, steps: int) -> None:
-    with process_group("cpu", 60) as ranks:
+    with a_pipeline(config, steps) as pipeline:
+        for _ in range(steps):
+            pipeline.train_step()
+
+
+@contextmanager
+def a_pipeline(config: Config, steps: int) -> Iterator[Pipeline]:
+    """That trains so many steps in this process."""
+    with process_group(config.train.device, 120) as ranks:
         dataset = load_dataset(config.data.path)
         model = parallelize(dataset.schema, config, ranks)
         batches = training_batches(config, dataset, ranks)
         with Pipeline(model, dense_optimizer(model.tower, config.dense), batches.at, steps) as pipeline:
-            for _ in range(steps):
-                pipeline.train_step()
+            yield pipeline
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import codec
-from benchmarks.estimates import Size, write_data
+from benchmarks.estimates import Size, a_pipeline, planned, write_data
 from benchmarks.measure import logitmix, machine, milliseconds
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.batch import Packing
@@ -51,13 +51,8 @@ from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
-from logitmix.trainer.commands.plan import USAGE, Arguments, plan_job
-from logitmix.trainer.commands.recipe import of_recipe
+from logitmix.trainer.commands.step_time import GPUS
 from logitmix.trainer.config import Config, load_recipe, with_settings
-from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.loop import training_batches
-from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.step.pipeline import Pipeline
 
@@ -246,77 +241,63 @@ def apart(found: Sequence[float], expected: Sequence[float], bound: float) -> fl
 
 def steps() -> tuple[list[str], list[Row]]:
     """A note on a step of each size of STEPS. Wrong if one waits for the GPU."""
+    name = torch.cuda.get_device_name().lower()
+    gpu = next((of for of in GPUS if of in name), "h100")
     lines = [
-        "Steps in BF16, and what `logitmix plan` estimates of them:",
+        f"Steps in BF16, and what `logitmix plan --gpu {gpu}` estimates of them:",
         "",
         "| sequences x positions, items | ms | estimated | of it the GPU | kernels | estimated | GiB | estimated |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for size in STEPS:
-        with tempfile.TemporaryDirectory() as name:
-            settings = {
-                "train.precision": "bf16",
-                "train.device": "cuda",
-                "data.path": name,
-                "train.log_every": 1_000_000,
-            }
-            config = with_settings(load_recipe(size.recipe), settings | {"train.epochs": 100} | size.settings)
-            write_data(Path(name), size)
+        settings = {"train.precision": "bf16", "train.device": "cuda", "train.log_every": 1_000_000} | size.settings
+        with tempfile.TemporaryDirectory() as folder:
+            config = with_settings(load_recipe(size.recipe), settings | {"data.path": folder, "train.epochs": 100})
+            write_data(Path(folder), size)
             ms, gpu_ms, launches, gib = step(config)
-        words = [
-            *(size.recipe, "--world-size", "1", "--gpu", "h100", "--train.precision", "bf16"),
-            *("--history", str(size.length), "--items", str(size.items)),
-        ]
-        for setting, value in size.settings.items():
-            words += [f"--{setting.replace('_', '-')}", str(value)]
-        arguments, planned, _ = of_recipe(Arguments, "plan", words, USAGE)
-        plan = plan_job(planned, arguments.devices(), arguments.imagined(), "h100")
-        assert plan.step_time is not None
         batch, negatives = config.train.batch_size, config.model.loss.negatives
+        plan, of = planned(
+            f"{size.recipe} --world-size 1 --gpu {gpu} --train.precision bf16 --history {size.length} "
+            f"--items {size.items} --train.batch-size {batch} --model.loss.negatives {negatives}"
+        )
         what = f"{size.recipe}, {batch} x {size.length}, {size.items:,}, {negatives} negatives"
-        cells = [f"{ms:.1f}", f"{plan.step_time.total * 1e3:.1f}", f"{gpu_ms:.1f}", f"{launches:.0f}"]
-        cells += [str(plan.step_time.kernels), f"{gib:.1f}", f"{plan.rank_bytes / 2**30:.1f}"]
-        lines.append(f"| {what} | {' | '.join(cells)} |")
+        cells = [f"{ms:.1f}", f"{of.total * 1e3:.1f}", f"{gpu_ms:.1f}", f"{launches:.0f}", f"{of.kernels}"]
+        lines.append(f"| {what} | {' | '.join(cells)} | {gib:.1f} | {plan.rank_bytes / 2**30:.1f} |")
     return ["\n".join(lines)], []
 
 
 def step(config: Config) -> tuple[float, float, float, float]:
     """Milliseconds of a training step, those in which the GPU's kernels ran, their number, and GiB at the peak."""
-    dataset, warm_up, timed, traced, checked = load_dataset(config.data.path), 10, 30, 4, 3
+    warm_up, timed, traced, checked = 10, 30, 4, 3
     torch.set_num_threads(1)
     torch.cuda.reset_peak_memory_stats()
-    with process_group("cuda", 120) as ranks:
-        model = parallelize(dataset.schema, config, ranks)
-        batches, optimizer = training_batches(config, dataset, ranks), dense_optimizer(model.tower, config.dense)
-        with Pipeline(model, optimizer, batches.at, warm_up + timed + traced + checked + 1) as pipeline:
-            run = partial(_steps, pipeline)
-            run(warm_up)
-            start = time.perf_counter()
-            run(timed)
-            ms = (time.perf_counter() - start) * 1e3 / timed
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                for _ in range(checked):
-                    pipeline.train_step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            with profile(activities=[ProfilerActivity.CUDA]) as trace:
-                run(traced)
-        events = [of for of in trace.events() if of.device_type == torch.autograd.DeviceType.CUDA]
-        kernels = [of for of in events if not of.name.startswith(("Memcpy", "Memset", "Optimizer"))]
-        pageable = [of.name for of in events if "Pageable" in of.name]
-        _require(not pageable, f"a step copies by way of memory that is not pinned: {pageable[:1]}")
-        return ms, sum(of.device_time for of in kernels) / 1e3 / traced, len(kernels) / traced, peak_gib()
+    # One more: the last step is logged, and waits.
+    with a_pipeline(config, warm_up + timed + traced + checked + 1) as pipeline:
+        run = partial(_steps, pipeline)
+        run(warm_up)
+        start = time.perf_counter()
+        run(timed)
+        ms = (time.perf_counter() - start) * 1e3 / timed
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(checked):
+                pipeline.train_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            run(traced)
+    events = [of for of in trace.events() if of.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [of for of in events if not of.name.startswith(("Memcpy", "Memset", "Optimizer"))]
+    pageable = [of.name for of in events if "Pageable" in of.name]
+    _require(not pageable, f"a step copies by way of memory that is not pinned: {pageable[:1]}")
+    gib = torch.cuda.max_memory_allocated() / 2**30
+    return ms, sum(of.device_time for of in kernels) / 1e3 / traced, len(kernels) / traced, gib
 
 
 def _steps(pipeline: Pipeline, count: int) -> None:
     for _ in range(count):
         pipeline.train_step()
     torch.cuda.synchronize()
-
-
-def peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / 2**30
 
 
 def kernels() -> tuple[list[str], list[Row]]:
