@@ -23,6 +23,7 @@ from typing import Any
 import jobs
 import numpy as np
 import pytest
+from folders import files_in
 from small_data import small_config
 from waiting import until
 
@@ -73,11 +74,6 @@ def exporting(day: int, *words: str) -> list[str]:
 
 
 FOLDING = ["fold", "exports/live", "--deltas", "deltas", "--out", "exports/live", "--overwrite"]
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Hidden ones, too."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class Peace:
@@ -296,7 +292,7 @@ def test_killed_days_end_as_in_peace(tmp_path: Path) -> None:
     assert not server.wrong, server.wrong
     print(f"{day} days, kills: {dict(operator.kills)}, of the server {server.kills}; {server.answers} answers")
     print(f"train to serve: median {statistics.median(latencies or [0]):.1f} s of {len(latencies)}: {latencies}")
-    assert files(folder / "data" / name(day)) == files(peace.folder / "data" / name(day))
+    assert files_in(folder / "data" / name(day)) == files_in(peace.folder / "data" / name(day))
     if day % 2:
         jobs.run(FOLDING, folder)
-    assert files(live) == files(peace.export(day))
+    assert files_in(live) == files_in(peace.export(day))

@@ -1,24 +1,20 @@
 """`export --delta-from` and `fold`, killed before their operations on files: what is there is the old or the new."""
 
-import multiprocessing
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import two_ranks
-from killed import killing_itself
+from folders import files_in
+from killed import ended, killing_itself
 from small_data import small_config, write_dataset
 
 from logitmix.trainer.export.delta import export_delta, fold
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
-
-assert two_ranks.LOADED, "each process is a fork of one that has loaded these"
 
 
 class Deltas(NamedTuple):
@@ -33,21 +29,8 @@ class Deltas(NamedTuple):
         fold(self.folder / "base", self.folder / "deltas", self.folder / "base", overwrite=True)
 
 
-def ended(work: Callable[..., None], *arguments: Any) -> int:
-    """The exit code of a process that does this."""
-    process = multiprocessing.get_context("forkserver").Process(target=work, args=arguments)
-    process.start()
-    process.join()
-    return process.exitcode or 0
-
-
-def state(folder: Path) -> dict[str, bytes]:
-    """The files there, also hidden ones."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def visible(folder: Path) -> dict[str, bytes]:
-    return {name: of for name, of in state(folder).items() if not any(part[0] == "." for part in Path(name).parts)}
+    return {name: of for name, of in files_in(folder).items() if not any(part[0] == "." for part in Path(name).parts)}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +49,7 @@ def kill_each(begun: Deltas, folder: Path, step: int, name: str) -> list[str]:
     """What was there after the kills; the same command, given again, ends as if there had been none."""
     new = Deltas(begun.run, shutil.copytree(begun.folder, folder / "new"))
     getattr(new, name)()
-    old, wanted, found = state(begun.folder), state(new.folder), []
+    old, wanted, found = files_in(begun.folder), files_in(new.folder), []
     for count in range(0, 1000, step):
         killed = Deltas(begun.run, shutil.copytree(begun.folder, folder / f"killed-{count}"))
         code = ended(killing_itself, getattr(killed, name), count, killed.folder)
@@ -82,7 +65,7 @@ def kill_each(begun: Deltas, folder: Path, step: int, name: str) -> list[str]:
         except ValueError as error:
             # There is nothing left to do.
             assert found[-1] == "new" and re.search("exists already|no delta in .* is to be applied", str(error))
-        assert state(killed.folder) == wanted
+        assert files_in(killed.folder) == wanted
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folders import files_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -141,18 +142,18 @@ def test_what_cannot_be_appended_changes_nothing(
     rows: Rows, options: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     path = prepared(tmp_path, "0", FIRST)
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    before = files_in(tmp_path)
     with pytest.raises(ValueError, match=problem):
         prepared(tmp_path, "1", rows, **{"out": path, "append": str(path), **options})
     (tmp_path / "1.csv").unlink(missing_ok=True)
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert files_in(tmp_path) == before
 
 
 def test_the_dataset_before_stays_as_it_was(tmp_path: Path) -> None:
     path = prepared(tmp_path, "0", FIRST)
-    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    before = files_in(path)
     prepared(tmp_path, "1", SECOND, out=tmp_path / "both", append=str(path))
-    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+    assert files_in(path) == before
     assert (len(load_dataset(path).items_flat), len(load_dataset(tmp_path / "both").items_flat)) == (3, 5)
     with pytest.raises(ValueError, match=r"there is a dataset at .*both already; replace it with --overwrite"):
         prepared(tmp_path, "2", SECOND, out=tmp_path / "both", append=str(path))

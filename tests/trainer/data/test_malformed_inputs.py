@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from folders import files_in
 from rich.console import Console
 from sampling import one_of_each
 
@@ -628,16 +629,12 @@ def put(folder: Path, files: Files) -> Path:
     return folder / next(iter(files)).partition("/")[0]
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def attempt(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any], list[list[str]]]:
     monkeypatch.setattr(delimited, "LONGEST_LINE", LONGEST_LINE)
     monkeypatch.setattr(delimited, "LARGEST_SIDE_FILE", 1 << 20)
     monkeypatch.setattr(preparing, "Rejects", Counted)
     source = put(folder / "in", case.files)
-    before = everything(folder)
+    before = files_in(folder)
     out = folder / "made" / "out"
     options: dict[str, Any] = {"min_user_actions": 1, "max_rejects": 0.9} | case.options
     options |= {name: str(folder / "in" / options[name]) for name in ("items", "schema") if name in options}
@@ -647,7 +644,7 @@ def attempt(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     except ValueError as error:
         description, said = {}, str(error)
     rejects = Counted.made.pop() if Counted.made else None
-    after = everything(folder)
+    after = files_in(folder)
     listing = after.get("made/out/rejects.tsv" if not said else "made/out.rejects.tsv", b"").decode()
     rows = [row.split("\t") for row in listing.split("\n")[1:-1]]
     written = {name for name in after if name not in before}

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from folders import files_in
 from hypothesis import given
 from hypothesis import strategies as st
-from killed_prepare import state
 from rich.console import Console
 
 from logitmix.trainer.data import arrange, config, raw, spool, tabular
@@ -45,7 +45,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def outcome(
     source: Path | str, out: Path, memory: str, name: str = "table", **options: Any
-) -> tuple[dict[str, str], str]:
+) -> tuple[dict[str, bytes], str]:
     """All files, and what is said."""
     said = io.StringIO()
     given = {"min_user_actions": 1, "max_rejects": 1.0, "overwrite": True} | options
@@ -53,7 +53,7 @@ def outcome(
         prepare(PrepareOptions(name, str(source), str(out), memory=memory, **given), Console(file=said, width=500))
     except ValueError as error:
         return {}, said.getvalue() + str(error)
-    return state(out), said.getvalue()
+    return files_in(out), said.getvalue()
 
 
 def without_columns(said: str) -> str:
