@@ -1,5 +1,6 @@
-"""Kernels in Triton's interpreter: each of the tests' `*triton_checks.py`. And where Triton is loaded."""
+"""Kernels in Triton's interpreter and on GPUs: each of the tests' `*triton_checks.py`. And where Triton is loaded."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CHECKS = sorted(HERE.rglob("*triton_checks.py"))
+each = pytest.mark.parametrize("checks", CHECKS, ids=lambda checks: checks.relative_to(HERE).as_posix())
 IN_THE_INTERPRETER = """
 import importlib, pathlib, sys, warnings
 # NumPy says that e^x overflows and that infinity times 0 is not a number, as is meant.
@@ -36,9 +38,16 @@ def test_the_kernels_do_what_their_plain_forms_do() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", CHECKS, ids=lambda checks: checks.relative_to(HERE).as_posix())
+@each
 def test_the_kernels_do_so_for_all_sizes(checks: Path) -> None:
     run("-c", IN_THE_INTERPRETER, "all", str(checks))
+
+
+@pytest.mark.gpu
+@each
+def test_the_kernels_do_so_on_the_device(checks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(checks.parent)
+    importlib.import_module(checks.stem).check_all("cuda")
 
 
 def run(*words: str) -> None:

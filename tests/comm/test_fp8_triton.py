@@ -18,13 +18,6 @@ def test_triton_serves_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-def test_triton_gives_the_bytes_of_the_plain_path_on_the_device() -> None:
-    from triton_checks import check_all
-
-    check_all("cuda")
-
-
-@pytest.mark.gpu
 def test_the_codec_on_the_device() -> None:
     rows = torch.randn(1000, 192, generator=torch.Generator().manual_seed(0))
     for dtype in (fp8.FORWARD_FP8, fp8.BACKWARD_FP8):

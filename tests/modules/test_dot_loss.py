@@ -77,10 +77,3 @@ def test_autocast_changes_nothing_and_half_inputs_get_half_gradients(case: str) 
     got = torch.autograd.grad(loss, half)
     should = torch.autograd.grad(dot_loss.dot_sampled_softmax(*widened, examples), widened)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(got, should, strict=True))
-
-
-@pytest.mark.gpu
-def test_triton_gives_the_block_form_on_the_device() -> None:
-    from dot_triton_checks import check_all
-
-    check_all("cuda")

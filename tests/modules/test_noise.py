@@ -352,10 +352,3 @@ def test_whole_rows_are_left_out_and_the_others_stay() -> None:
     assert torch.equal(left[~gone], x[~gone]) and gone.double().mean().item() == pytest.approx(0.25, abs=0.03)
     assert torch.equal(Noise(KEY).without_rows(x[100:], 0.25, "here", rows[100:]), left[100:])
     assert Noise(KEY).without_rows(x, 0.0, "here", rows) is x
-
-
-@pytest.mark.gpu
-def test_triton_drops_what_plain_torch_does_on_the_device() -> None:
-    from noise_triton_checks import check_all
-
-    check_all("cuda")

@@ -6,13 +6,6 @@ from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 
 
 @pytest.mark.gpu
-def test_triton_finds_what_the_definition_does_on_the_device() -> None:
-    from stage1_triton_checks import check_all
-
-    check_all("cuda")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("has_triton", [True, False])
 def test_a_corpus_on_cuda_gives_what_one_on_the_cpu_does(has_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage1, "has_triton", lambda: has_triton)

@@ -3,13 +3,6 @@ import torch
 
 
 @pytest.mark.gpu
-def test_triton_gives_the_plain_form_on_the_device() -> None:
-    from hstu_triton_checks import check_all
-
-    check_all("cuda")
-
-
-@pytest.mark.gpu
 def test_cuda_tensors_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_hstu import inputs, packing
 

@@ -34,13 +34,6 @@ def test_what_is_covered(
 
 
 @pytest.mark.gpu
-def test_triton_gives_the_similarity_on_the_device() -> None:
-    from mol_scores_triton_checks import check_all
-
-    check_all("cuda")
-
-
-@pytest.mark.gpu
 @torch.no_grad()
 def test_cuda_tensors_are_served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_mol_scores import candidates, mol_of, sides_of
