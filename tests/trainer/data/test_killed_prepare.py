@@ -71,6 +71,8 @@ def test_a_killed_prepare_leaves_the_old_or_the_new_dataset(tmp_path: Path, step
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_prepare_killed_at_any_time(tmp_path: Path, replaces: bool) -> None:
     old, source = write_source(tmp_path / "old.csv", 200, 0), write_source(tmp_path / "new.csv", 50_000, 1)
+    # The first process takes seconds to start.
+    assert ended(job, old, tmp_path / "first") == 0
     started = time.perf_counter()
     assert ended(job, source, tmp_path / "whole") == 0
     seconds = time.perf_counter() - started
