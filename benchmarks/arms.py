@@ -170,7 +170,7 @@ class Options:
     minutes: float = 0
     """Training time of a run, evaluation not counted, where it is to be another one."""
     epochs: int = 0
-    """The same in epochs."""
+    """Epochs of a run, where it is to have others."""
     out: str = ""
     """Where datasets and runs are kept; runs/EXPERIMENT if none is given."""
     source: str = field(default_factory=lambda: os.environ.get("LOGITMIX_REAL_DATA", ""))

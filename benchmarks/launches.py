@@ -413,8 +413,8 @@ def as_if_on_a_gpu(
     """The project's code within works as on a GPU, with tensors without memory. Triton's kernels are passed to
     `launch`, as JITFunction.run is called; a block has `shared` bytes of shared memory at most."""
 
-    def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-        """On the host, without the meter."""
+    def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Without the meter."""
 
         def called(*arguments: Any) -> Any:
             with _disable_current_modes():
@@ -459,9 +459,9 @@ def as_if_on_a_gpu(
         # Every rank says that it has the first one's shards.
         patch(ShardedTensor, "_init_from_local_shards", lambda *_, **__: SimpleNamespace())
         patch(parallelize, "own_group", lambda ranks, _: ranks.group)
-        patch(parallelize, "unsharded", apart(parallelize.unsharded))
-        patch(parallelize, "plan_tables", apart(parallelize.plan_tables))
-        patch(parallelize, "_shard", apart(sharded))
+        patch(parallelize, "unsharded", on_the_host(parallelize.unsharded))
+        patch(parallelize, "plan_tables", on_the_host(parallelize.plan_tables))
+        patch(parallelize, "_shard", on_the_host(sharded))
         patch(Devices, "of", staticmethod(lambda ranks: Devices(ranks.world_size, ranks.world_size, "cpu")))
         # Without a kernel for CUDA in this build, torch would compute this one from others.
         kernels = torch.library.Library("aten", "IMPL")

@@ -151,7 +151,7 @@ def logitmix(*words: str, processes: int = 1) -> str:
 
 
 def python(*command: str) -> str:
-    """The same of Python with other arguments."""
+    """Output of Python with these arguments, as of `logitmix`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:

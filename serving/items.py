@@ -30,7 +30,7 @@ CHUNK_ITEMS = 2**13
 """Items whose cache is computed at once, a multiple of LANES."""
 
 
-class Shard(Protocol):
+class ItemShard(Protocol):
     """Consecutive items, indexed by their place in the shard; on one device, with a tower there."""
 
     tower: Tower
@@ -183,7 +183,7 @@ class ComputedShard:
         return self.inputs.take(index_N).embed(self.tower, self.tables)
 
 
-def shard_of(tensors: Mapping[str, Tensor], cached: bool, tower: Tower, tables: Mapping[str, StoredTable]) -> Shard:
+def shard_of(tensors: Mapping[str, Tensor], cached: bool, tower: Tower, tables: Mapping[str, StoredTable]) -> ItemShard:
     """From the tensors of a shard of an export."""
     if cached:
         return CachedShard(tensors, tower)
@@ -215,7 +215,7 @@ def items_of(
 class Items:
     """The items' vectors and their sides of both stages."""
 
-    def __init__(self, shards: Sequence[Shard], device: torch.device, own: range | None = None) -> None:
+    def __init__(self, shards: Sequence[ItemShard], device: torch.device, own: range | None = None) -> None:
         """`shards` of consecutive items, which may be on several devices; inputs and results are on `device`. Of those
         that are not `own` (by number), only single rows are read: another process ranks them."""
         self.shards, self.device = shards, device
@@ -263,7 +263,7 @@ class Items:
         for shard, first, stop, index_N in self._ranges(chunk):
             yield index_N, shard.all_scores(moved[_device(shard)], first, stop).to(self.device)
 
-    def _ranges(self, chunk: int) -> Iterator[tuple[Shard, int, int, Tensor]]:
+    def _ranges(self, chunk: int) -> Iterator[tuple[ItemShard, int, int, Tensor]]:
         """Parts of shards, at most `chunk` items each: first and last place in the shard, and the items' indices."""
         for number in self._own:
             shard, start = self.shards[number], int(self.starts[number])
@@ -295,9 +295,9 @@ class Items:
         return score_BK
 
 
-def _device(shard: Shard) -> torch.device:
+def _device(shard: ItemShard) -> torch.device:
     return next(shard.tower.parameters()).device
 
 
-def _on_devices(shards: Sequence[Shard], query: Side) -> dict[torch.device, Side]:
+def _on_devices(shards: Sequence[ItemShard], query: Side) -> dict[torch.device, Side]:
     return {device: tuple(part.to(device) for part in query) for device in {_device(shard) for shard in shards}}

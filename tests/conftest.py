@@ -213,7 +213,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with features of every owner and kind."""
+    """A small dataset with features of every owner and kind, that no test changes."""
     from small_data import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("featured") / "small", weighted=True)

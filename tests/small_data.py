@@ -158,7 +158,7 @@ WEIGHTED = replace(
         ),
     ),
 )
-"""The same with weighted bags of brands."""
+"""FEATURES with weighted bags of brands."""
 
 
 def random_column(feature: Feature, schema: Schema, rows: int, random: np.random.Generator) -> Column:
@@ -302,7 +302,7 @@ def move_rows(model: "ParallelModel", ids: Tensor, gradient: Tensor) -> None:
 
 
 def move_tables(model: "ParallelModel", ids: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """The same for several tables; each id of a pooled one is a bag by itself."""
+    """As `move_rows`, of several tables; each id of a pooled one is a bag by itself."""
     exchange = model.row_exchange(
         {
             name: Bags(of_table, torch.arange(len(of_table) + 1)) if model.plan[name].pooled else of_table

@@ -38,7 +38,7 @@ def _group(draw: st.DrawFn, rows: int, D: int) -> torch.Tensor:
 
 
 def dressed(values_RW: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values, laid out otherwise."""
+    """These values, laid out otherwise."""
     R, W = values_RW.shape
     if layout == "columns of a wider matrix":
         wide = values_RW.new_full((R, W + 5), math.nan)

@@ -77,7 +77,7 @@ FOLDING = ["fold", "exports/live", "--deltas", "deltas", "--out", "exports/live"
 
 
 class Peace:
-    """The same days without a kill, each with a whole export."""
+    """All days without a kill, each with a whole export."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -269,7 +269,7 @@ def test_a_rank_without_sequences_takes_part_with_zeros() -> None:
 
 
 def still(options: ModelConfig) -> ModelConfig:
-    """The same without dropout."""
+    """These options without dropout."""
     rates = [entry.name for entry in fields(options.similarity) if entry.name.endswith("dropout")]
     similarity = replace(options.similarity, **dict.fromkeys(rates, 0.0))
     return replace(options, encoder=replace(options.encoder, dropout=0.0), similarity=similarity)

@@ -99,7 +99,7 @@ def given_to(feature: Feature, schema: Schema, rows: tuple[int, ...], generator:
 
 
 def packed(feature: Feature, given: Mapping[str, Tensor]) -> Values:
-    """The same as the towers take them in training."""
+    """The values of a feature as the towers take them in training."""
     value, *beside = given.values()
     if not feature.form.bag:
         return Values(value)
@@ -138,7 +138,7 @@ def histories_for(model: SmallModel, lengths: list[int], longest: int) -> tuple[
 
 
 def items_for(model: SmallModel, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same of the item tower."""
+    """The item tower's inputs, and what the trained one makes of the same items."""
     generator, schema, tower = torch.Generator().manual_seed(count), model.tower.schema, model.tower
     given, values = {"own_row": torch.randn(count, 16, generator=generator)}, {}
     for feature in schema.of("item"):

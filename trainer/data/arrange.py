@@ -117,7 +117,7 @@ class _Part:
         return [*self.own, *self.columns.values()]
 
     def like(self) -> "_Part":
-        """The same columns, without rows."""
+        """A part of these columns, without rows."""
         own, others = File(current()), File(current())
         nanoseconds = None if self.nanoseconds is None else Pieces(own)
         columns = {name: Pieces(others, of.texts) for name, of in self.columns.items()}

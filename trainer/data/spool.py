@@ -368,7 +368,7 @@ class Pieces:
         return made
 
     def with_texts(self, texts: pa.StringArray | None) -> "Pieces":
-        """The same codes of other texts."""
+        """These codes, as those of other texts."""
         made = Pieces(self.file, texts)
         made.kept, made.ends = self.kept, self.ends
         return made

@@ -274,7 +274,7 @@ def unit_of(times: np.ndarray | Iterable[np.ndarray], examples: Mapping[str, str
 
 
 def unit_of_counts(counts: Mapping[str, int], above: int, examples: Mapping[str, Any]) -> str:
-    """The same of how many times may be in each unit, and are above 0."""
+    """As `unit_of`, of times of which so many may be in each unit, and so many are above 0."""
     units = [unit for unit, count in counts.items() if count]
     if not units or sum(counts.values()) < COMMON * above:
         return ""

@@ -116,7 +116,8 @@ def last_actions(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) ->
 
 
 def find_last(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) -> tuple[int, np.ndarray]:
-    """The same, and which items these are, as far as the largest one: bool."""
+    """How many actions there are if each user has the last `count` alone, and which items they are of, as far as the
+    largest one: bool."""
     actions, there = 0, np.zeros(0, bool)
     for _, bounds in user_blocks(offsets):
         lengths = np.minimum(np.diff(bounds), count)

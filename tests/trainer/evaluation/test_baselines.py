@@ -108,7 +108,7 @@ def test_sums_that_differ_by_rounding_are_ties() -> None:
 
 
 def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:
-    """The same scores whatever the last two actions are."""
+    """Whatever the last two actions are, scores do not change."""
     held = leave_one_out(dataset)
     items = dataset.items_flat.copy()
     for end in dataset.offsets[1:]:

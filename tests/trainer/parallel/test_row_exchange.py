@@ -148,7 +148,7 @@ def any_case(draw: st.DrawFn, forward: str) -> Case:
 
 
 def examples(forward: str, count: int) -> list[Case]:
-    """The same ones each time. They are made here and run together, because ranks take seconds to start."""
+    """Equal ones each time. They are made here and run together, because ranks take seconds to start."""
     found = []
 
     @settings(max_examples=count, phases=[Phase.generate], deadline=None, database=None, derandomize=True)
