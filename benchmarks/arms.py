@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import tyro
@@ -37,12 +37,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import logitmix, machine
+from benchmarks.measure import logitmix, machine, words_of
 from logitmix.trainer.data.sources.demo import DemoParameters, generate
 from logitmix.trainer.run.metrics import evaluations_since_best
 
-Settings = Mapping[str, str]
-"""Values by option; the recipe is that of "recipe", and an option without a value has an empty one."""
+Settings = Mapping[str, Any]
+"""Values by option; the recipe is that of "recipe"."""
 Results = dict[str, float]
 
 METRICS = ("hr@10", "hr@50", "mrr")
@@ -81,7 +81,7 @@ TO_THE_END: dict[str, Settings] = {
     # Until validation has leveled off, and the last state is tested: choosing among checkpoints adds noise.
     "ml-100k": {"recipe": "ml-1m-dot", **SHORT, "train.epochs": "24", "evaluate.every-epochs": "24"},
     "ml-100k-mol": {
-        "recipe": "ml-1m-mol", "no-start": "", **SHORT, "train.epochs": "16", "evaluate.every-epochs": "16",
+        "recipe": "ml-1m-mol", "no-start": True, **SHORT, "train.epochs": "16", "evaluate.every-epochs": "16",
     },
     "demo": {"recipe": "demo-mol"},
 }  # fmt: skip
@@ -90,6 +90,7 @@ MOL_4X4 = {
     "model.similarity.projection-hidden": "128", "model.similarity.gate-hidden": "64",
 }  # fmt: skip
 WEIGHT = "model.hindexer.weight"
+OF_USERS, OF_ITEMS = ("gender", "age", "occupation", "zip"), ("genres", "year")
 
 EXPERIMENTS = {
     "precision": Experiment(
@@ -98,7 +99,8 @@ EXPERIMENTS = {
     ),
     "hindexer": Experiment(
         {name: TO_THE_END[name] for name in ("ml-100k-mol", "demo")},
-        {**{of: {WEIGHT: of} for of in ("0", "0.1", "0.3", "1")}, "detach": {WEIGHT: "1", "model.hindexer.detach": ""}},
+        {**{of: {WEIGHT: of} for of in ("0", "0.1", "0.3", "1")},
+         "detach": {WEIGHT: "1", "model.hindexer.detach": True}},
         "0,0.1,0.3,1,detach",
         {**PRECISIONS["bf16"], **FP8_WIRE},
         ("hr@10", "mrr", "hindexer/hr@10", "hindexer/recall_of_top10@100", "hindexer/recall_of_top100@500"),
@@ -108,9 +110,9 @@ EXPERIMENTS = {
         {"ml-100k": {**SHORT, "train.epochs": "16", "evaluate.every-epochs": "2"},
          "ml-1m": {"train.batch-size": "32", "train.epochs": "6", "evaluate.every-epochs": "1"}},
         {"dot": {"recipe": "ml-1m-dot"},
-         "mol": {"recipe": "ml-1m-mol", "no-start": "", **MOL_4X4},
-         "user": {"model.features": "gender age occupation zip"},
-         "user and item": {"model.features": "gender age occupation zip genres year"},
+         "mol": {"recipe": "ml-1m-mol", "no-start": True, **MOL_4X4},
+         "user": {"model.features": OF_USERS},
+         "user and item": {"model.features": (*OF_USERS, *OF_ITEMS)},
          "recency": {"model.features": "recency"}},
         "dot,dot + user,dot + user and item,mol,mol + user,mol + user and item",
         PRECISIONS["bf16"],
@@ -132,7 +134,7 @@ EXPERIMENTS = {
          "dropout 0.5": {"model.encoder.dropout": "0.5"},
          "lr 0.003": {"dense.lr": "0.003", "tables.lr": "0.003"},
          "1 block": {"model.encoder.blocks": "1"},
-         "item features": {"model.features": "genres year"},
+         "item features": {"model.features": OF_ITEMS},
          "wsd": {"train.schedule": "wsd"}},
         "auto,start,start + mol,start + 2048 shared + lr 0.003",
         {**PRECISIONS["fp32"], "train.minutes": "1", "evaluate.users": "5000"},
@@ -227,17 +229,12 @@ def prepare(path: Path, dataset: str, source: str) -> None:
         logitmix("prepare", "sequences" if raw == "beauty" else raw, *given, "--out", str(path))
 
 
-def words_of(settings: Settings) -> list[str]:
-    """The arguments of `logitmix train`."""
-    options = {f"--{option}": value.split() for option, value in settings.items() if option != "recipe"}
-    return [settings["recipe"], *(word for option, values in options.items() for word in (option, *values))]
-
-
 def train(run: Path, data: Path, seed: int, settings: Settings, processes: int) -> Results:
     """Results of a run, which is trained if there is none yet, with its best validation HR@10."""
     if not (run / "results.json").exists():
         places = {"data.path": str(data), "run": str(run), "train.seed": str(seed), "train.device": "cpu"}
-        logitmix("train", *words_of({**settings, **places}), processes=processes)
+        options = {name: value for name, value in settings.items() if name != "recipe"}
+        logitmix("train", settings["recipe"], *words_of(options | places), processes=processes)
     results: Results = json.loads((run / "results.json").read_text())
     _, best = evaluations_since_best(run, "hr@10")
     return results | {"validation": best["hr@10"]}

@@ -25,10 +25,9 @@ import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measure import drawing, machine
+from benchmarks.measure import drawing, machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.modules.config import has_user_component
 from logitmix.modules.hindexer import HIndexer
@@ -223,18 +222,15 @@ def train_hindexer(trained: Trained) -> None:
 
 
 def show(results: list[dict[str, dict[str, float]]], shares: list[float], setting: str) -> None:
-    table = Table("stages", "k'", "HR@10", "recall@10", "recall@100", title=setting)
-    for name in ["one stage", *(f"{arm} {share:g}" for arm in ARMS for share in shares)]:
-        arm, _, share = name.rpartition(" ") if name != "one stage" else (name, "", "")
-        cells = [_of_runs(results, name, metric) for metric in ("hr@10", "recall@10", "recall@100")]
-        table.add_row(arm, f"{float(share):.0%}" if share else "all", *cells)
-    console = Console(width=140)
-    console.print(table)
-    stored = Table("item cache", "share of FP32's best 100", "largest difference to the trained model's scores")
-    stored.add_row("fp32", "", _of_runs(results, "fp32", "of the trained model's scores", "{:.1e}"))
-    for precision in ("bf16", "fp16", "int8"):
-        stored.add_row(precision, _of_runs(results, precision, "recall@100"))
-    console.print(stored)
+    metrics = ("hr@10", "recall@10", "recall@100")
+    named = {"one stage": ("one stage", "all")}
+    named |= {f"{arm} {share:g}": (arm, f"{share:.0%}") for arm in ARMS for share in shares}
+    rows = ((*said, *(_of_runs(results, name, metric) for metric in metrics)) for name, said in named.items())
+    print_table(("stages", "k'", "HR@10", *metrics[1:]), rows, setting, 140)
+    stored = [("fp32", "", _of_runs(results, "fp32", "of the trained model's scores", "{:.1e}"))]
+    stored += [(of, _of_runs(results, of, "recall@100"), "") for of in ("bf16", "fp16", "int8")]
+    heads = ("item cache", "share of FP32's best 100", "largest difference to the trained model's scores")
+    print_table(heads, stored, "", 140)
 
 
 def _of_runs(results: list[dict[str, dict[str, float]]], name: str, metric: str, form: str = "{:.4f}") -> str:

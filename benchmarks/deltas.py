@@ -19,10 +19,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import cpu_seconds, machine
+from benchmarks.measure import cpu_seconds, machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
@@ -63,13 +61,8 @@ def main(options: Options) -> None:
                     folder = Path(scratch, "now")
                     rows.append(_measured(folder, options, changed, new_towers, cached))
                     shutil.rmtree(folder)
-    setting = f"{options.items:,} items; {machine()}"
-    table = Table(title=setting)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{of:,.2f}" if isinstance(of, float) else f"{of}" for of in row.values()))
-    Console(width=140).print(table)
+    cells = ([f"{of:,.2f}" if isinstance(of, float) else of for of in row.values()] for row in rows)
+    print_table(rows[0], cells, f"{options.items:,} items; {machine()}", 140)
 
 
 def _measured(folder: Path, options: Options, changed: int, new_towers: bool, cached: bool) -> dict[str, Any]:

@@ -21,10 +21,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import Spent, in_turn, machine, spent
+from benchmarks.measure import Spent, in_turn, machine, print_table, spent
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
 from logitmix.trainer.commands.recipe import of_recipe
@@ -85,10 +83,8 @@ def main(options: Options) -> None:
         print(json.dumps(rows))
         return
     title = f"MB, {machine()}" if options.memory else f"ms on {options.gpu.upper()}"
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{of:,.1f}" if isinstance(of, float) else str(of) for of in row.values()))
-    Console(width=160).print(table)
+    cells = ([f"{of:,.1f}" if isinstance(of, float) else of for of in row.values()] for row in rows)
+    print_table(rows[0], cells, title, 160)
 
 
 def step_rows(gpu: str) -> list[dict[str, Any]]:

@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table as Shown
 
-from benchmarks.measure import Spent, in_turn, machine, spent
+from benchmarks.measure import Spent, in_turn, machine, print_table, spent
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Batch, Packing
@@ -164,15 +162,12 @@ def main(options: Options) -> None:
     tasks = {name: partial(measured, options, settings) for name, settings in ways.items()}
     found = {name: of for name, (of,) in in_turn(tasks, 1).items()}
     sizes = f"{options.ids:,} ids, {options.rows:,} rows, a window of {options.window:,}, {options.lasting:,} that last"
-    setting = f"{sizes}, {options.steps:,} steps of {DRAWN:,}; {machine()}"
-    shown = Shown("rows", "loss", "HR@10", "to all rows", "table, MB", "peak, MB", "CPU s", title="A stream of ids")
-    whole = found["a row for each id"]
+    whole, rows = found["a row for each id"], []
     for name, of in found.items():
         figures = f"{of.loss:.4f}", f"{of.hr:.4f}", f"{of.hr / whole.hr - 1:+.1%}", f"{of.table_mb:,.0f}"
-        shown.add_row(name, *figures, f"{of.spent.peak_mb:,.0f}", f"{of.spent.cpu_s:,.0f}")
-    console = Console(width=120, highlight=False)
-    console.print(shown)
-    console.print(setting)
+        rows.append((name, *figures, f"{of.spent.peak_mb:,.0f}", f"{of.spent.cpu_s:,.0f}"))
+    heads = ("rows", "loss", "HR@10", "to all rows", "table, MB", "peak, MB", "CPU s")
+    print_table(heads, rows, f"{sizes}, {options.steps:,} steps of {DRAWN:,}; {machine()}")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,9 @@ import numpy as np
 import pyarrow as pa
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import machine, python, words_of
-from logitmix.modules.schema import Feature, Schema
-from logitmix.modules.schema import Table as FeatureTable
+from benchmarks.measure import machine, print_table, python, words_of
+from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
@@ -59,11 +57,11 @@ def main(options: Options) -> None:
     limit = 0.65 * (options.items + options.feature_rows) * (DIM + 1) * 4 + 2e9
     counts = f"{options.items:,} items, {options.feature_rows:,} rows of a feature"
     title = f"GB at most, of {limit / 1e9:.2f} allowed; {counts}, {machine()}"
-    table = Table("command", "phase", *(f"rank {rank}" for rank in range(options.processes)), "s", title=title)
+    cells = []
     for row in rows:
         peaks = [f"{peak / 1e9:.2f}" for peak in row["peaks"]] + [""] * (options.processes - len(row["peaks"]))
-        table.add_row(row["command"], row["phase"], *peaks, f"{row['s']:.0f}")
-    Console(width=120).print(table)
+        cells.append([row["command"], row["phase"], *peaks, f"{row['s']:.0f}"])
+    print_table(["command", "phase", *(f"rank {rank}" for rank in range(options.processes)), "s"], cells, title)
 
 
 def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
@@ -98,7 +96,7 @@ def write_data(out: Path, items: int, users: int, feature_rows: int = 0) -> None
     contents = DatasetContents(offsets, actions, np.arange(offsets[-1]), _names(items))
     if feature_rows:
         ids, brand = Schema.of_ids(items), Feature("brand", "item", "id", "brand")
-        schema = Schema((*ids.features, brand), (*ids.tables, FeatureTable("brand", feature_rows)))
+        schema = Schema((*ids.features, brand), (*ids.tables, Table("brand", feature_rows)))
         columns = {"brand": Column(random.integers(0, feature_rows, items))}
         values = {"brand": pa.concat_arrays([pa.nulls(1, pa.string()), _names(feature_rows)[1:]])}
         contents = replace(contents, schema=schema, columns=columns, vocabularies=values)

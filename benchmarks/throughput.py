@@ -17,8 +17,8 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.arms import FP8_WIRE, FP32_WIRE, PRECISIONS, Settings, words_of
-from benchmarks.measure import logitmix, machine, print_table, spread
+from benchmarks.arms import FP8_WIRE, FP32_WIRE, PRECISIONS, Settings
+from benchmarks.measure import logitmix, machine, print_table, spread, words_of
 from logitmix.trainer.run.metrics import read_rows
 
 CORES = os.cpu_count() or 1
@@ -53,11 +53,11 @@ def _rate(options: Options, settings: Settings, processes: int) -> float:
     with tempfile.TemporaryDirectory() as name:
         run = Path(name, "run")
         settings = {
-            "recipe": options.recipe, "run": str(run), "data.path": options.data, "no-start": "",
+            "run": str(run), "data.path": options.data, "no-start": True,
             "train.minutes": str(options.minutes), "train.log-every": "10", "train.device": "cpu",
             "train.threads": str(CORES // processes), **settings,
         }  # fmt: skip
-        logitmix("train", *words_of(settings), processes=processes)
+        logitmix("train", options.recipe, *words_of(settings), processes=processes)
         rates = [row["examples_per_second"] for row in read_rows(run, "train")]
     return statistics.median(rates[len(rates) // 4 :])
 
