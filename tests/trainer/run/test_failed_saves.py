@@ -1,18 +1,22 @@
 """Checkpoints that cannot be written, and jobs that are killed while they write."""
 
 import errno
+import itertools
 import json
 import os
+import random
 import re
 import shutil
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import two_ranks
 from damages import PART, newest, replace_train, steps
+from small_data import a_model
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import dump_toml
@@ -176,18 +180,52 @@ def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path)
     assert checkpoint.load_saved(run, "last").step == 12
 
 
+def save_until_killed(saver: Saver, first: int, told: int, chance: random.Random) -> None:
+    for step in itertools.count(first):
+        saver.save(RunProgress(step), wait=chance.random() < 0.5)
+        while saver._pending:
+            saver.poll()
+        os.write(told, step.to_bytes(8, "big"))
+
+
+def kill_saves(run: Path, kills: int) -> list[tuple[int, int, bool]]:
+    """Of each kill at a random moment: the step that was last acknowledged, the one that is loaded, and whether
+    something was not committed."""
+    config, chance, found = read_config(run), random.Random(0), []
+    with a_model(config) as (model, optimizer):
+        newest = checkpoint.load_saved(run, "last").step
+        for number in range(kills):
+            read_end, write_end = os.pipe()
+            child = os.fork()
+            if not child:
+                try:
+                    save_until_killed(Saver(run, model, optimizer), newest + 1, write_end, random.Random(number))
+                finally:
+                    os._exit(1)
+            os.close(write_end)
+            time.sleep(chance.uniform(0, 0.1))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), "the process ended by itself"
+            with os.fdopen(read_end, "rb") as told:
+                acknowledged = int.from_bytes(told.read()[-8:] or newest.to_bytes(8, "big"), "big")
+            left = any(not path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
+            newest = checkpoint.load_saved(run, "last").step
+            with run_lock(run, model.ranks):
+                pass
+            found.append((acknowledged, newest, left))
+    return found
+
+
 @pytest.mark.parametrize("kills", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_saves_that_are_killed_at_any_moment_leave_the_newest_that_was_acknowledged(run: Path, kills: int) -> None:
     """In the background or not."""
     config = replace_train(read_config(run), save_in_background=True)
     checksums.write_checksummed(run / "config.toml", dump_toml(config))
-    program = Path(__file__).with_name("killed_saves.py")
-    done = subprocess.run([sys.executable, program, run, str(kills)], capture_output=True, text=True, timeout=1_000)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    (found,) = two_ranks.run(kill_saves, run, kills, world_size=1)
     assert len(found) == kills
-    for kill in found:
+    for acknowledged, loaded, _ in found:
         # What was committed just before the kill was perhaps not acknowledged.
-        assert kill["loaded"] - kill["acknowledged"] in (0, 1)
-    assert sum(bool(kill["left"]) for kill in found) > kills // 4, "most are killed while they save"
+        assert loaded - acknowledged in (0, 1)
+    assert sum(left for *_, left in found) > kills // 4, "most are killed while they save"
     assert all(path.name.startswith("step-") for path in steps(run))
