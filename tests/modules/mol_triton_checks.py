@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
-from test_mol_loss import EPS, NOISE, Case, dense, make, weights
+from test_mol_loss import EPS, NOISE, Case, assert_is_the_sum, dense, make, weights
 from torch import Tensor
 
 from logitmix.modules import noise_triton
@@ -30,17 +30,8 @@ def on(device: str, case: Case) -> Case:
 
 
 def check(case: Case, device: str, roundings: int = 1000) -> None:
-    """FP32 against FP64; `roundings` counts those behind each number, of terms as large as the largest number."""
-    case, twin = on(device, case), case.to(torch.float64)
-    loss, expected = fused(case), dense(twin)
-    assert loss.dtype == torch.float32 and loss.shape == ()
-    bound = roundings * EPS * max(len(case.target_T), float(expected.detach()))
-    torch.testing.assert_close(loss.double().cpu(), expected, rtol=0, atol=bound)
-    for got, should in zip(case.gradients(3 * loss), twin.gradients(3 * expected), strict=True):
-        assert got.dtype == torch.float32
-        if should.numel():
-            bound = roundings * EPS * max(float(should.abs().max()), 1.0)
-            torch.testing.assert_close(got.double().cpu(), should, rtol=0, atol=bound)
+    moved = on(device, case)
+    assert_is_the_sum(fused(moved), moved, case.to(torch.float64), roundings)
 
 
 @st.composite

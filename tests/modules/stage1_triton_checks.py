@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
-from test_stage1 import assert_same, plain
+from test_stage1 import assert_same, cases, plain
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -60,16 +59,9 @@ def counted() -> Iterator[list[str]]:
 
 def check_cases(device: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
-    @given(data=st.data())
-    def is_the_definition(data: st.DataObject) -> None:
-        X, H, B = (data.draw(st.integers(1, most)) for most in (700, 70, 19))
-        k, values = data.draw(st.integers(1, X + 5)), data.draw(st.integers(1, 127))
-        random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-        # Few values make many equal scores.
-        item_XH, query_BH = (torch.randint(-values, values + 1, (n, H), generator=random).float() for n in (X, B))
-        shape = data.draw(st.sampled_from([None, (X,), (B, X)]))
-        allowed = None if shape is None else torch.rand(shape, generator=random) < data.draw(st.floats(0, 1))
-        check(query_BH, Int8Corpus.of(item_XH), k, allowed, device)
+    @given(case=cases())
+    def is_the_definition(case: tuple[Tensor, Int8Corpus, int, Tensor | None]) -> None:
+        check(*case, device)
 
     is_the_definition()
 

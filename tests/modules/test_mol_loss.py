@@ -114,17 +114,21 @@ def weights(count: int, seed: int = 0) -> Tensor:
 
 
 def check(case: Case, roundings: int = 100) -> None:
-    """FP32 against FP64; `roundings` counts those behind each number, of terms as large as the largest number."""
-    loss, twin = fused(case), case.to(torch.float64)
+    assert_is_the_sum(fused(case), case, case.to(torch.float64), roundings)
+
+
+def assert_is_the_sum(loss: Tensor, case: Case, twin: Case, roundings: int) -> None:
+    """The case's loss and gradients in FP32, on any device, against its twin's in FP64; `roundings` counts those behind
+    each number, of terms as large as the largest number."""
     expected = dense(twin)
     assert loss.dtype == torch.float32 and loss.shape == ()
     bound = roundings * EPS * max(len(case.target_T), float(expected.detach()))
-    torch.testing.assert_close(loss.double(), expected, rtol=0, atol=bound)
+    torch.testing.assert_close(loss.double().cpu(), expected, rtol=0, atol=bound)
     for got, should in zip(case.gradients(3 * loss), twin.gradients(3 * expected), strict=True):
         assert got.dtype == torch.float32
         if should.numel():
             bound = roundings * EPS * max(float(should.abs().max()), 1.0)
-            torch.testing.assert_close(got.double(), should, rtol=0, atol=bound)
+            torch.testing.assert_close(got.double().cpu(), should, rtol=0, atol=bound)
 
 
 @pytest.fixture(params=LEVELS)

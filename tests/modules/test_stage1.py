@@ -35,23 +35,29 @@ def assert_same(found: Found, expected: Found) -> None:
     torch.testing.assert_close(found.scores_BK, expected.scores_BK, rtol=1e-6, atol=0)
 
 
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Int8Corpus, int, Tensor | None]:
+    """Queries, a corpus, k and which items are allowed. Few values make many equal scores."""
+    X, H, B = (draw(st.integers(1, most)) for most in (700, 70, 19))
+    k, values, random = draw(st.integers(1, X + 5)), draw(st.integers(1, 127)), torch.Generator()
+    random.manual_seed(draw(st.integers(0, 2**31)))
+    item_XH, query_BH = (torch.randint(-values, values + 1, (n, H), generator=random).float() for n in (X, B))
+    shape = draw(st.sampled_from([None, (X,), (B, X)]))
+    allowed = None if shape is None else torch.rand(shape, generator=random) < draw(st.floats(0, 1))
+    return query_BH, Int8Corpus.of(item_XH), k, allowed
+
+
 @needs_library
 @pytest.mark.parametrize("level", LEVELS)
-@given(data=st.data())
-def test_every_form_is_the_definition(level: int, data: st.DataObject) -> None:
-    X, H, B = (data.draw(st.integers(1, most)) for most in (700, 70, 19))
-    k, threads, values = data.draw(st.integers(1, X + 5)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 127))
-    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    # Few values make many equal scores.
-    item_XH, query_BH = (torch.randint(-values, values + 1, (n, H), generator=random).float() for n in (X, B))
-    shape = data.draw(st.sampled_from([None, (X,), (B, X)]))
-    allowed = None if shape is None else torch.rand(shape, generator=random) < data.draw(st.floats(0, 1))
-    corpus = Int8Corpus.of(item_XH)
+@given(case=cases(), threads=st.integers(1, 3))
+def test_every_form_is_the_definition(
+    level: int, case: tuple[Tensor, Int8Corpus, int, Tensor | None], threads: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage1, "SMALLEST_SAMPLE", 8)
         patch.setattr(stage1, "BLOCKS_OF_A_THREAD", 8)
         patch.setattr(stage1, "_BEST", level)
-        assert_same(hindexer_topk(query_BH, corpus, k, allowed, threads), plain(query_BH, corpus, k, allowed))
+        assert_same(hindexer_topk(*case, threads), plain(*case))
 
 
 def test_the_definition_is_the_top_of_the_quantised_products() -> None:

@@ -235,7 +235,7 @@ class _Counter(TorchDispatchMode):
             # Our compiled code reads as much and fills it.
             self.traffic += 2 * sum(tensor.nbytes for tensor in outputs)
             self.kernels += 1
-        elif name not in _NO_KERNEL and not _is_view(func):
+        elif name not in _NO_KERNEL and not func.is_view:
             self.traffic += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self.kernels += 1
         return result
@@ -256,10 +256,6 @@ class _Counter(TorchDispatchMode):
 
 def _dense(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
-
-
-def _is_view(func: Any) -> bool:
-    return any(of.alias_info is not None and not of.alias_info.is_write for of in func._schema.returns)
 
 
 _NO_KERNEL = {
