@@ -325,6 +325,11 @@ class LossConfig:
     """With share group: about how many positions a group has. It ends with the sequence that reaches a multiple of this
     in the batch."""
 
+    resample: int = 0
+    """n: so many of a group's negatives, drawn by the dot product of query and item, take the place of all in the
+    similarity's loss, with weights that keep the expected sum (importance sampling). MoL then learns from those that
+    matter, in the time of a few; the h-indexer's loss has all. Takes share sequence or group. 0: all."""
+
     def __post_init__(self) -> None:
         require_from(0, MOST_NEGATIVES, "model.loss.negatives", self.negatives)
         if not self.negatives and (self.share != "batch" or self.in_batch):
@@ -334,6 +339,13 @@ class LossConfig:
             )
         require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
         require_from(0, MOST_NEGATIVES, "model.loss.in_batch", self.in_batch)
+        if self.resample and (self.share not in ("sequence", "group") or not self.corrects):
+            raise ValueError(
+                f"model.loss.resample is {self.resample}, which takes softmax and negatives of a sequence or a group; "
+                "set model.loss.kind to softmax and model.loss.share to sequence, or model.loss.resample to 0"
+            )
+        most = self.negatives + self.in_batch - 1 if self.resample else MOST_NEGATIVES
+        require_from(0, most, "model.loss.resample", self.resample)
         if self.in_batch and not self.corrects:
             raise ValueError(
                 f"model.loss.in_batch is {self.in_batch}, but its correction is one of softmax, and model.loss.kind is "

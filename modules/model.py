@@ -16,6 +16,7 @@ from .config import ModelConfig
 from .embeddings import EmbeddingTable, embedding_collections
 from .features import Embedded
 from .losses.blockwise import Examples, Side
+from .losses.resample import resampled
 from .schema import Schema
 from .similarity.base import Similarity
 from .similarity.mol import MoL
@@ -47,30 +48,37 @@ class SampledLosses(nn.Module):
         "mutual_information", if there are any.
         """
         tower = self.tower
-        sides, of_hindexer = self.towers(rows, batch)
-        losses = {"similarity": self._loss(tower.similarity, *sides, batch)}
+        vectors, (query, item), of_hindexer = self.towers(rows, batch)
+        examples = _examples(batch)
+        asked = item, examples
+        if (count := tower.config.loss.resample) and batch.noise:
+            asked = resampled(*vectors, item, examples, count, batch.noise)
+        losses = {"similarity": self._loss(tower.similarity, query, *asked, batch)}
         losses["loss"] = losses["similarity"]
         if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):
-            gates_TM = tower.similarity.target_gates(*sides, _examples(batch), batch.noise)
+            gates_TM = tower.similarity.target_gates(query, item, examples, batch.noise)
             losses["mutual_information"] = mutual_information(
                 gates_TM, batch.total_targets, self.sum_over_ranks, batch.weight_Q
             )
             losses["loss"] = losses["loss"] - weight * losses["mutual_information"]
         if tower.hindexer is not None and of_hindexer is not None:
-            losses["hindexer"] = self._loss(tower.hindexer, *of_hindexer, batch)
+            losses["hindexer"] = self._loss(tower.hindexer, *of_hindexer, examples, batch)
             losses["loss"] = losses["loss"] + tower.config.hindexer.weight * losses["hindexer"]
         return losses
 
-    def towers(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[tuple[Side, Side], tuple[Side, Side] | None]:
-        """The sides of queries and items for the similarity, and for the h-indexer if there is one."""
+    def towers(
+        self, rows: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Side, Side], tuple[Side, Side] | None]:
+        """The vectors of queries and items, and their sides for the similarity, and for the h-indexer if there is
+        one."""
         tower = self.tower
         query, item = tower.at_positions(rows, batch)
-        sides = self._sides(tower.similarity, query, item, batch)
+        vectors, sides = (query.vector_RD, item.vector_RD), self._sides(tower.similarity, query, item, batch)
         if tower.hindexer is None:
-            return sides, None
+            return vectors, sides, None
         if tower.config.hindexer.detach:
             query, item = query.detach(), item.detach()
-        return sides, self._sides(tower.hindexer, query, item, batch)
+        return vectors, sides, self._sides(tower.hindexer, query, item, batch)
 
     def _sides(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> tuple[Side, Side]:
         return (
@@ -78,8 +86,8 @@ class SampledLosses(nn.Module):
             stage.item_side(item, batch.id_V, batch.noise),
         )
 
-    def _loss(self, stage: Similarity, query: Side, item: Side, batch: Batch) -> Tensor:
-        config, examples = self.tower.config.loss, _examples(batch)
+    def _loss(self, stage: Similarity, query: Side, item: Side, examples: Examples, batch: Batch) -> Tensor:
+        config = self.tower.config.loss
         if config.kind == "softmax":
             return stage.sampled_softmax(query, item, examples, batch.noise) / batch.total_targets
         reduce = partial(module_of(config), config=config)

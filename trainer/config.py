@@ -371,6 +371,11 @@ class Config:
                 f"train.stride is {self.train.stride}, but windows have {longest} actions (model.encoder.max_length), "
                 "and those between two would not be trained on; lower train.stride"
             )
+        if self.data.negatives and self.model.loss.resample:
+            raise ValueError(
+                f"model.loss.resample is {self.model.loss.resample}, which leaves out some of the negatives of "
+                "data.negatives; set it to 0"
+            )
         if self.train.patience and not self.evaluate.every_epochs:
             raise ValueError(
                 f"train.patience is {self.train.patience}, but evaluate.every_epochs is 0, so nothing is evaluated; "

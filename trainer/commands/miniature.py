@@ -24,7 +24,7 @@ from logitmix.modules.batch import Bags, Batch, Packing
 from logitmix.modules.config import LossConfig
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.initialize import initialized
-from logitmix.modules.losses.blockwise import Side
+from logitmix.modules.losses.blockwise import Examples, Side
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.noise import Noise
 from logitmix.modules.schema import ITEM, Schema
@@ -76,8 +76,10 @@ def work_of(config: Config, schema: Schema, batch: Batch, lookups: Mapping[str, 
         found = least.plus(more.plus(least, -1.0), (total - sizes[0]) / (sizes[1] - sizes[0]))
         # Loops over pieces of a batch are those of the CPU.
         found = replace(found, kernels=least.kernels)
-    for stage in filter(None, (tower.similarity, tower.hindexer)):
-        found = found.plus(_pairs(config, schema, stage, batch))
+    N = batch.negatives_GN.shape[1]
+    for stage, candidates in ((tower.similarity, config.model.loss.resample or N), (tower.hindexer, N)):
+        if stage is not None:
+            found = found.plus(_pairs(config, schema, stage, len(batch.target_T) * (candidates + 1)))
     return found.plus(_attention(config, batch))
 
 
@@ -201,10 +203,10 @@ class _Losses(SampledLosses):
         super().__init__(tower)
         self.counter = counter
 
-    def _loss(self, stage: Similarity, query: Side, item: Side, batch: Batch) -> Tensor:
+    def _loss(self, stage: Similarity, query: Side, item: Side, examples: Examples, batch: Batch) -> Tensor:
         # Its gradients are computed here, too.
         self.counter.in_loss = True
-        loss = super()._loss(stage, query, item, batch)
+        loss = super()._loss(stage, query, item, examples, batch)
         self.counter.in_loss = False
         return loss
 
@@ -265,9 +267,8 @@ _NO_KERNEL = {
 """Of torch's operations; constant_pad_nd is that of `Linear` on a CPU."""
 
 
-def _pairs(config: Config, schema: Schema, stage: Similarity, batch: Batch) -> Work:
-    """Products of all pairs' scores and of their gradients."""
-    N, T = batch.negatives_GN.shape[1], len(batch.target_T)
+def _pairs(config: Config, schema: Schema, stage: Similarity, pairs: int) -> Work:
+    """Products of so many pairs' scores and of their gradients."""
     vector, row, of = torch.zeros(2, config.model.dim), torch.arange(2), schema.of
     query = stage.query_side(Embedded(vector[:1], [vector[:1]] * query_groups(schema)), row[:1])
     item = stage.item_side(Embedded(vector, [vector] * len(of("item"))), row)
@@ -280,7 +281,7 @@ def _pairs(config: Config, schema: Schema, stage: Similarity, batch: Batch) -> W
     each = counts[1] - counts[0]
     # MoL's backward computes the forward again. Dot products are never in BF16.
     is_mol = isinstance(stage, MoL)
-    operations = (4 if is_mol else 3) * each * T * (N + 1)
+    operations = (4 if is_mol else 3) * each * pairs
     if isinstance(stage, Dot) or config.train.precision != "bf16":
         return Work(fp32=operations)
     return Work(mol=operations) if is_mol else Work(bf16=operations)

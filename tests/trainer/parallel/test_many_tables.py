@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in batch": SGD | {"model.loss.in_batch": 6},
     "in batch, dot": SGD | {"model.loss.in_batch": 6, "model.similarity.kind": "dot", "model.loss.share": "batch"},
     "groups": SGD | {"model.loss.in_batch": 6, "model.loss.share": "group", "model.loss.group_positions": 30},
+    "resampled": SGD | {"model.loss.share": "sequence", "model.loss.resample": 4, "model.loss.in_batch": 6},
     "mutual information": SGD | {"model.similarity.mutual_information": 0.5},
     "user": SGD | {"model.features": ["all", "user"]},
     "user component": SGD | {"model.features": ["all", "user"], "model.similarity.user_component": True},
