@@ -5,8 +5,6 @@ keeps its own. An item that is removed stays in the export behind the others, fo
 Axes: X items, N items of a table, C of which change, S shards of the export.
 """
 
-import os
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from logitmix.common.files import link
 from logitmix.common.messages import tell
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving.columns import ACTIONS, NEW, Column
@@ -292,15 +291,15 @@ def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path
     about = replace(contents.about, num_items=plan.counts["num_items"], removed=plan.removed)
     bounds, entries, added = _bounds(contents), Entries(), 0
 
-    def link(old: str, name: str) -> None:
-        _link(directory / old, staging / name)
+    def keep(old: str, name: str) -> None:
+        link(directory / old, staging / name)
         entries[name] = files[old]
 
     for name in files:
         renewed = name in (*numbered(items_file, files), IDS, COLUMNS, CARD) or index_of(name)
         # Nobody needs an extra that was removed.
         if not renewed and ((directory / name).exists() or not is_extra(name)):
-            link(name, name)
+            keep(name, name)
     for number, part in enumerate(plan.parts):
         if part[0] == ABSENT:
             (shard,) = _computed(contents, plan.changed[-1], range(added, added := added + len(part)))
@@ -309,7 +308,7 @@ def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path
             # Nothing changes of removed items.
             rows = plan.changed[source].take(range(0) if plan.removed and number == count - 1 else None)
             if not rows.ids and np.array_equal(part, np.arange(*bounds[source : source + 2])):
-                link(items_file(source, len(shards)), items_file(number, count))
+                keep(items_file(source, len(shards)), items_file(number, count))
                 continue
             index = part.copy()
             index[np.searchsorted(part, bounds[source] + rows.place_C)] = bounds[-1] + np.arange(len(rows.ids))
@@ -346,15 +345,6 @@ def _write_ids(staging: Path, about: About, contents: Contents, plan: Plan) -> E
     return writer.write_ids(staging, about, in_order(texts_of(pa.chunked_array([ids])), "raw_ids name an item"), shown)
 
 
-def _link(old: Path, new: Path) -> None:
-    new.parent.mkdir(exist_ok=True)
-    try:
-        os.link(old, new)
-    except OSError:
-        # If the file system has no links.
-        shutil.copyfile(old, new)
-
-
 def texts_of(column: pa.ChunkedArray) -> Texts:
     """Arrow's texts, "" for null."""
     array = column.fill_null("").cast(pa.large_string()).combine_chunks()
@@ -365,7 +355,7 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
 
 
 def as_arrow(texts: Texts) -> pa.Array:
-    """The other way round."""
+    """Texts as Arrow's, the other way round than `texts_of`."""
     buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
     return pa.LargeStringArray.from_buffers(len(texts), *buffers)
 
