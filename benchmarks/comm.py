@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
 
-from benchmarks.estimates import a_pipeline
-from benchmarks.measure import machine, print_table, random_contents
+from benchmarks.measure import machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.launch.processes import held_port
@@ -46,9 +46,12 @@ from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.data.writer import write_dataset
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.telemetry import Telemetry
+from logitmix.trainer.loop import training_batches
+from logitmix.trainer.parallel.optimizer import dense_optimizer
+from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.run.metrics import RunProgress, read_rows
 from logitmix.trainer.step.memory import set_up_memory
 from logitmix.trainer.step.pipeline import PHASES, Pipeline
@@ -93,8 +96,7 @@ def main(options: Options) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as name, _wire() as wire:
-        contents = random_contents(np.random.default_rng(0), np.full(USERS, ACTIONS), ITEMS)
-        write_dataset(Path(name, "data"), contents, "sequences")
+        _write_dataset(Path(name, "data"))
         for link in options.links.split(",") if wire.throttled else ["loopback"]:
             wire.throttle(link)
             _show(link, _measure(Path(name), link, options.arms.split(","), steps, repeats, wire))
@@ -194,6 +196,14 @@ def _megabits(rate: str) -> float:
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
     raise SystemExit(f"--links has {rate}; write it like 200mbit or 1gbit")
+
+
+def _write_dataset(path: Path) -> None:
+    random = np.random.default_rng(0)
+    offsets = np.arange(USERS + 1) * ACTIONS
+    ids = pa.array([str(index) for index in range(ITEMS)])
+    actions = random.integers(0, ITEMS, offsets[-1])
+    write_dataset(path, DatasetContents(offsets, actions, np.arange(offsets[-1]), ids), "sequences")
 
 
 def _config(data: Path, arm: str, steps: int) -> Config:
@@ -332,15 +342,18 @@ def _train(config: Config, run: Path, steps: int) -> None:
     metrics."""
     run.mkdir(exist_ok=True)
     counts, dataset = run / f"counts-{os.environ['RANK']}.jsonl", load_dataset(config.data.path)
-    with a_pipeline(config, steps) as pipeline:
+    with process_group("cpu", config.comm.timeout_seconds) as ranks:
+        model = parallelize(dataset.schema, config, ranks)
+        optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
         with (
-            Loggers(run, config, dataset, RunProgress(), pipeline.model.ranks) as loggers,
-            Telemetry(run, pipeline.model, loggers, RunProgress(), steps) as telemetry,
+            Loggers(run, config, dataset, RunProgress(), ranks) as loggers,
+            Telemetry(run, model, loggers, RunProgress(), steps) as telemetry,
+            Pipeline(model, optimizer, batches.at, steps) as pipeline,
         ):
             _note(counts, pipeline)
             for step in range(1, steps + 1):
                 pipeline.train_step()
-                telemetry.log_step(pipeline, step / EPOCH)
+                telemetry.log_step(pipeline, step / batches.steps_per_epoch)
                 if pipeline.logged:
                     _note(counts, pipeline)
         # The other rank may still be reading what this one sent.

@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 import tyro
 
-from benchmarks.measure import Spent, in_turn, machine, print_table, random_contents, spent
+from benchmarks.measure import Spent, in_turn, machine, print_table, spent
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.commands.step_time import StepTime
 from logitmix.trainer.config import Config, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.data.writer import write_dataset
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import parallelize
@@ -146,7 +147,10 @@ def write_data(out: Path, size: Size) -> None:
     """A dataset of random histories that are about so long."""
     random = np.random.default_rng(0)
     lengths = random.integers(size.length * 3 // 4, size.length * 5 // 4, STEPS * size.settings["train.batch_size"])
-    write_dataset(out, random_contents(random, lengths, size.items), "made")
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    actions = random.integers(0, size.items, offsets[-1])
+    names = pa.array(np.arange(size.items)).cast(pa.string())
+    write_dataset(out, DatasetContents(offsets, actions, np.arange(offsets[-1]), names), "made")
 
 
 def training_memory(config: Config) -> Spent:

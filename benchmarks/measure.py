@@ -19,14 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.parallel.parallelize import computes_bf16
 
 K, T = TypeVar("K"), TypeVar("T")
@@ -125,13 +122,6 @@ def drawing(path: str | Path, *shape: int, dpi: int = 100, **options: Any) -> It
     yield figure, panels
     figure.savefig(path, dpi=dpi, metadata={"Date": None} if str(path).endswith(".svg") else None)
     pyplot.close(figure)
-
-
-def random_contents(random: np.random.Generator, lengths_U: np.ndarray, items: int) -> DatasetContents:
-    """Histories of these lengths, of random items, whose ids are their numbers."""
-    offsets = np.concatenate([[0], np.cumsum(lengths_U)])
-    actions, ids = random.integers(0, items, offsets[-1]), pa.array(np.arange(items)).cast(pa.string())
-    return DatasetContents(offsets, actions, np.arange(offsets[-1]), ids)
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:

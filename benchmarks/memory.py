@@ -27,10 +27,10 @@ import pyarrow as pa
 import tyro
 from rich.console import Console
 
-from benchmarks.measure import machine, print_table, python, random_contents, words_of
+from benchmarks.measure import machine, print_table, python, words_of
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.trainer.data.columns import Column
-from logitmix.trainer.data.writer import write_dataset
+from logitmix.trainer.data.writer import DatasetContents, write_dataset
 
 DIM = 64
 SETTINGS = {
@@ -91,15 +91,20 @@ def _measure(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
 def write_data(out: Path, items: int, users: int, feature_rows: int = 0) -> None:
     """A dataset of short random histories; with rows of a feature, the items have one."""
     random = np.random.default_rng(0)
-    contents = random_contents(random, random.integers(5, 20, users), items)
+    offsets = np.concatenate([[0], np.cumsum(random.integers(5, 20, users))])
+    actions = random.integers(0, items, offsets[-1])
+    contents = DatasetContents(offsets, actions, np.arange(offsets[-1]), _names(items))
     if feature_rows:
         ids, brand = Schema.of_ids(items), Feature("brand", "item", "id", "brand")
         schema = Schema((*ids.features, brand), (*ids.tables, Table("brand", feature_rows)))
         columns = {"brand": Column(random.integers(0, feature_rows, items))}
-        names = pa.array(np.arange(1, feature_rows)).cast(pa.string())
-        values = {"brand": pa.concat_arrays([pa.nulls(1, pa.string()), names])}
+        values = {"brand": pa.concat_arrays([pa.nulls(1, pa.string()), _names(feature_rows)[1:]])}
         contents = replace(contents, schema=schema, columns=columns, vocabularies=values)
     write_dataset(out, contents, "made")
+
+
+def _names(count: int) -> pa.Array:
+    return pa.array(np.arange(count)).cast(pa.string())
 
 
 def _run(words: list[str], processes: int, folder: Path) -> list[dict[str, dict[str, float]]]:
