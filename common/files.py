@@ -266,15 +266,6 @@ def held_alone(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def link(old: Path, new: Path) -> None:
-    """Gives a file a second name, whose folder is made; where the file system has no links, copies it."""
-    new.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(old, new)
-    except OSError:
-        shutil.copy2(old, new)
-
-
 def staging_path(out: Path) -> Path:
     """A new hidden name beside `out`, where several processes write together before one of them publishes it."""
     return out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")

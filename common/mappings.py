@@ -141,3 +141,9 @@ def nearest(name: str, known: list[str]) -> str:
     """The text " (did you mean …?)" if one of the known names is near, else ""."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def counted(number: float, what: str) -> str:
+    """Such as 1 item, 2,000 items or 1.5 minutes; `what` is the singular."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{shown} {what}{'' if number == 1 else 's'}"

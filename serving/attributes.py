@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import from_json
-from logitmix.common.mappings import nearest
+from logitmix.common.mappings import counted, nearest
 from logitmix.common.values import id_text
 from logitmix.serving.columns import Column
 from logitmix.serving.texts import Texts
@@ -52,7 +52,7 @@ def _of_csv(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
         at = header.index(ITEM) if ITEM in header else 0
         for row in rows:
             if len(row) != len(header):
-                raise ValueError(f"it has {len(row)} fields, and the header {len(header)}")
+                raise ValueError(f"it has {counted(len(row), 'field')}, and the header {len(header)}")
             fields = dict(zip(header, row, strict=True))
             yield rows.line_num, fields.pop(header[at]), fields
     except (ValueError, csv.Error) as error:
@@ -79,7 +79,7 @@ def with_changes(columns: Mapping[str, Column], raw_ids: Texts, changes: Changes
     for name, column in columns.items():
         at = [(place, changes[raw_id][name]) for raw_id, place in place_of.items() if name in changes[raw_id]]
         found[name] = column.changed([place for place, _ in at], [value for _, value in at])
-    said = f"values of {len(place_of):,} items"
+    said = f"values of {counted(len(place_of), 'item')}"
     if unknown := [raw_id for raw_id in ids if raw_id not in place_of]:
-        said += f"; {len(unknown):,} ids that no item has, such as {unknown[0]!r:.80}"
+        said += f"; {counted(len(unknown), 'id')} that no item has, such as {unknown[0]!r:.80}"
     return found, said

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from logitmix.serving.connection import Connection
-from logitmix.serving.request import Options, Request
+from logitmix.serving.request import Options, Request, of_one
 from logitmix.serving.retriever import Retriever, Row
 
 BATCH = 32
@@ -158,7 +158,7 @@ def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[A
         problems = retriever.problems([of.request for of in questions], questions[0].options)
     good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
     answers = iter(_together(retriever, good) if good else ())
-    return [next(answers) if problem is None else ValueError(_of_one(problem)) for problem in problems]
+    return [next(answers) if problem is None else ValueError(of_one(problem)) for problem in problems]
 
 
 def _together(retriever: Retriever, questions: Sequence[Question]) -> list[Answer | Exception]:
@@ -171,8 +171,3 @@ def _together(retriever: Retriever, questions: Sequence[Question]) -> list[Answe
         else ValueError("the request's scores are not finite: a number among its features is too large")
         for of, rows in zip(questions, found, strict=True)
     ]
-
-
-def _of_one(problem: str) -> str:
-    """A client sent one request, and knows nothing of its number in the batch."""
-    return problem.replace("request 0", "the request", 1)

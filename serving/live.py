@@ -205,7 +205,8 @@ class LiveExport:
             except ValueError as error:
                 self.refused_attributes = " ".join(str(error).split())
             # What was valid for a former export may not be for this one.
-            changes = self._changes if self._kinds == retriever.kinds else {}
+            same = {name for name, kind in retriever.kinds.items() if self._kinds.get(name) == kind}
+            changes = {of: {name: row[name] for name in row.keys() & same} for of, row in self._changes.items()}
             columns, self.changed = with_changes(retriever.columns, retriever.raw_ids, changes)
             retriever.filters.change(columns)
         if self.refused_attributes and self.refused_attributes != before[1]:

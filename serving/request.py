@@ -285,6 +285,11 @@ class RequestReader:
         return self._places_of_list(tuple(texts)) if len(texts) <= _LONGEST else self._raw_ids.places(texts)
 
 
+def of_one(problem: str) -> str:
+    """What is wrong with a request, for who gave one alone and knows nothing of its number."""
+    return problem.replace("request 0", "the request", 1)
+
+
 def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any]] = as_list) -> list[Any]:
     """An entry as a list, made by `of`. ValueError, with the request's number, for anything else, such as one text."""
     found: Any = request.get(entry)

@@ -348,7 +348,7 @@ class Config:
 
     warm_start: str = ""
     """Run whose best checkpoint gives the initial weights, matched by the raw ids and values of its dataset, which
-    must be there."""
+    must be there. `train --continue RUN` goes on with its optimizers, too."""
     continues: bool = False
     """Go on with its optimizers, too; --continue RUN sets both."""
     start: dict[str, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import torch
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
+from logitmix.common.mappings import counted
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import Stopped, end_lost, require_threads
@@ -106,7 +107,7 @@ def _refit(run: Path, job: Job) -> dict[str, float]:
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
-        say(f"refit of {epochs:g} epochs, on the validation actions too: {refit_path(run)}")
+        say(f"refit of {counted(epochs, 'epoch')}, on the validation actions too: {refit_path(run)}")
         return refit_config(run, epochs)
 
     return train_run(on_first_rank_at_length(begin, job.ranks), refit_path(run), job)

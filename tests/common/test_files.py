@@ -16,7 +16,6 @@ from logitmix.common.files import (
     file_digest,
     former,
     from_json,
-    link,
     restore,
     whole_directory,
     write_hashed,
@@ -293,16 +292,3 @@ def test_what_was_to_be_kept_by_a_killed_process_is_kept(
     there = [content_of(path) for path in (out, *former(out).values())]
     assert there in ([[{"b"}, {"a"}], [{"a"}, {"b"}]] if exchanges else [[{"b"}, {"a"}], [{"c"}, {"b"}, {"a"}]])
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_file_is_linked_or_copied_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "old").write_text("content")
-    link(tmp_path / "old", tmp_path / "a" / "b" / "linked")
-    assert (tmp_path / "a" / "b" / "linked").samefile(tmp_path / "old")
-
-    def refuse(*_: object) -> None:
-        raise OSError
-
-    monkeypatch.setattr(os, "link", refuse)
-    link(tmp_path / "old", tmp_path / "copied")
-    assert (tmp_path / "copied").read_text() == "content" and not (tmp_path / "copied").samefile(tmp_path / "old")

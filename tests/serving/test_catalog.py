@@ -160,13 +160,14 @@ def test_a_model_of_ids_alone_has_other_titles_and_fewer_items(tmp_path: Path) -
     served = export_small(small_model("dot", X, hindexer=False), tmp_path / "served")
     before = Retriever.load(served)
     (tmp_path / "gone").write_text(f"{IDS[2]}\n\n{IDS[2]}\nnone\n")
-    (tmp_path / "t.csv").write_text(f"item,title\n{IDS[5]},Five\n{IDS[6]},«{IDS[6]}»\n")
+    (tmp_path / "t.csv").write_text(f"sku,title\n{IDS[5]},Five\n{IDS[6]},«{IDS[6]}»\n")
     said = StringIO()
     counts = update_items(served, Catalog(str(tmp_path / "t.csv"), remove=str(tmp_path / "gone")), Console(file=said))
     assert counts == {"added": 0, "changed": 1, "unchanged": 1, "removed": 1, "num_items": X - 1}
     words = " ".join(said.getvalue().split())
     assert "1 of 2 items in" in words and "are not in the export, such as 'none'" in words
-    assert f"1 items are removed, such as '{IDS[2]}'" in words
+    assert "t.csv: the ids are the first column, sku" in words
+    assert f"removes 1 item, such as '{IDS[2]}'" in words
     assert "t.csv has no column in_stock, category, since: items keep the values that they had" in words
     after = Retriever.load(served)
     titles = {row["id"]: row["title"] for row in after.rows([IDS[2], IDS[3]], X, exclude_history=False)}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import small_models
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -221,8 +222,9 @@ def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("[]\n", "no item is left by --where, --allowed, --blocked and the history\n")
 
 
-def test_attributes_change_without_an_export(tmp_path: Path) -> None:
-    """What the file says holds for as long as it says so, also for a new export; with a mistake, nothing changes."""
+def test_attributes_change_without_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file says holds for as long as it says so, also for a new export; with a mistake, nothing changes, and
+    where an export has other columns, the values in those that it has too."""
     folder, file, said = export_small(small_model("mol", X), tmp_path / "served"), tmp_path / "stock.csv", list[str]()
     stock = {raw_id: of == 1 for raw_id, of in zip(IDS, small_columns(X)["in_stock"], strict=True)}
     first, *_, last = (raw_id for raw_id in IDS if not stock[raw_id])
@@ -241,7 +243,7 @@ def test_attributes_change_without_an_export(tmp_path: Path) -> None:
         assert {row["id"] for row in rows} == {raw_id for raw_id in IDS if stock[raw_id]} | {*more}
 
     require(first)
-    assert said == ["attributes: values of 1 items; 1 ids that no item has, such as 'other'"]
+    assert said == ["attributes: values of 1 item; 1 id that no item has, such as 'other'"]
     give(f"item,in_stock\n{first},1\n{last},much\n")
     export.look_at_attributes()
     export.look_at_attributes()
@@ -254,6 +256,13 @@ def test_attributes_change_without_an_export(tmp_path: Path) -> None:
     require(last)
     export_small(small_model("mol", X, seed=1), folder, overwrite=True)
     assert export.refresh() and export.refused_attributes == ""
+    require(last)
+    give(f"item,in_stock,category\n{last},1,d\n")
+    export.look_at_attributes()
+    columns = {name: of for name, of in small_columns(X).items() if name != "category"}
+    monkeypatch.setattr(small_models, "small_columns", lambda _: columns)
+    export_small(small_model("mol", X, seed=2), folder, overwrite=True)
+    assert export.refresh() and "no filterable column 'category'" in export.refused_attributes
     require(last)
     export.release()
 

@@ -222,7 +222,7 @@ def test_the_command_answers_on_several_processes(exports: dict[str, Path], tmp_
         assert two_ranks.command(words, tmp_path, count) == f"{out}: {len(HISTORIES)} requests answered\n"
     assert len({file.read_text() for file in files}) == 1
     said = two_ranks.command(["retrieve", path, "--json", "--history", "new"], tmp_path, world_size=2, status=2)
-    assert said.startswith("logitmix: request 0: no item of demo has the id 'new'; ") and said.count("\n") == 1
+    assert said.startswith("logitmix: the request: no item of demo has the id 'new'; ") and said.count("\n") == 1
 
 
 @pytest.fixture(autouse=True)

@@ -182,6 +182,7 @@ def test_help_says_what_a_recipe_changes_and_which_sections_there_are(command: s
     )
     assert {f"  --{flag}" for flag in flags} <= {*changed}
     assert not [line for line in changed if "train.seed" in line or "model.dim" in line]
+    assert "--continue RUN" in said and "--continues" not in said
     names = [line.split()[0] for line in sections.splitlines() if line[2:3].strip() and line.startswith("  ")]
     assert names == list(recipe_help.sections_of(Config()))
     # Each with a line of its own about it.

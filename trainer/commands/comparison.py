@@ -31,7 +31,7 @@ from rich.text import Text
 from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import write_whole
-from logitmix.common.mappings import require
+from logitmix.common.mappings import counted, require
 from logitmix.common.messages import say, shown
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
@@ -166,12 +166,15 @@ def compare(
         to_train = on_first_rank(lambda: [run for run in runs if not _is_done(run, configured, dataset)], ranks)
         left = len(to_train)
         if ranks.rank == 0 and left:
-            say(f"{left} of {len(runs)} runs are to be trained: {_minutes(left * minutes)}, evaluation not counted")
+            say(
+                f"{left} of {len(runs)} runs are to be trained: {counted(left * minutes, 'minute')}, "
+                "evaluation not counted"
+            )
         simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks, config.train.stop_seconds) as stopping:
             job = Job(dataset, ranks, stopping)
             for number, run in enumerate(runs, start=1):
-                doing = f"trains for {_minutes(minutes)}" if run in to_train else "is done"
+                doing = f"trains for {counted(minutes, 'minute')}" if run in to_train else "is done"
                 job.say(f"[{number}/{len(runs)}] {_label(run)} {doing}, run directory {run}")
                 if run in to_train:
                     on_first_rank_at_length(partial(_remove_shorter, run, minutes), ranks)
@@ -250,8 +253,8 @@ def _is_done(run: Path, configured: Callable[..., Config], dataset: Dataset) -> 
     before, now = read_config(run).train, config.train
     if before.minutes > now.minutes:
         raise ValueError(
-            f"{run} was trained for {_minutes(before.minutes)}; give --minutes {before.minutes:g} or more, or another "
-            "--out"
+            f"{run} was trained for {counted(before.minutes, 'minute')}; give --minutes {before.minutes:g} or more, or "
+            "another --out"
         )
     if before.minutes < now.minutes:  # It will be removed, if it is of its own.
         require_same(run, configured(run, before.minutes, before.threads), dataset)
@@ -273,7 +276,7 @@ def _remove_shorter(run: Path, minutes: float) -> None:
         return
     if (before := read_config(run).train.minutes) == minutes:
         return
-    say(f"{_label(run)} had {_minutes(before)}: {run} is removed and trained anew")
+    say(f"{_label(run)} had {counted(before, 'minute')}: {run} is removed and trained anew")
     remove_run(run)
 
 
@@ -567,7 +570,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     and where behind, the verdict, and what to do next."""
     title = (
         f"{found['dataset']}: {found['users']:,} users ranked over {found['items']:,} items, "
-        f"{_minutes(found['minutes'])} a method"
+        f"{counted(found['minutes'], 'minute')} a method"
     )
     reference = LABELS[found["reference"]]
     heads = ("", "validation\nHR@10", "HR@10", "HR@50", "NDCG@10", "MRR", f"HR@10 less\n{reference}'s", "minutes")
@@ -595,7 +598,3 @@ def as_text(found: Mapping[str, Any]) -> str:
 def _cell(numbers: Sequence[float], sign: str = "", to: str = "-") -> str:
     mean, low, high = numbers
     return f"{mean:{sign}.4f}\n{low:{sign}.3f}{to}{high:{sign}.3f}"
-
-
-def _minutes(count: float) -> str:
-    return f"{count:g} minute{'' if count == 1 else 's'}"

@@ -54,7 +54,8 @@ def _overview(arguments: Config, config: Config, known: Mapping[str, Any], comma
     changed = [_words(name, value) for name, value in now.items() if name not in before or before[name] != value]
     kind: Any = type(arguments)
     docs = docs_of(kind)
-    own = [entry for entry in dataclasses.fields(arguments) if entry.name not in known]
+    # People write --continue RUN, which stands with warm_start.
+    own = [entry for entry in dataclasses.fields(arguments) if entry.name not in {*known, "continues"}]
     own.sort(key=lambda entry: (hasattr(config, entry.name), entry.kw_only))
     sections = {
         name: " ".join((type(value).__doc__ or "").split()).partition(". ")[0].rstrip(".")

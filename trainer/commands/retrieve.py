@@ -96,7 +96,7 @@ def run(words: list[str]) -> None:
 
 def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     """Answers the request or the file of requests, and prints the items or the number of answers."""
-    from logitmix.serving.request import Options
+    from logitmix.serving.request import Options, of_one
 
     exclude = excludes_history(arguments.exclude_history)
     options = Options(
@@ -126,7 +126,10 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         count = _answer_file(retriever, arguments, options)
         show(f"{arguments.out}: {count:,} request{'s' * (count != 1)} answered")
         return
-    (rows,) = retriever.answer([request], options)
+    try:
+        (rows,) = retriever.answer([request], options)
+    except ValueError as error:
+        raise ValueError(of_one(str(error))) from None
     if not rows:
         say("no item is left by --where, --allowed, --blocked and the history")
     if arguments.json:

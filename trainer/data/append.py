@@ -5,6 +5,7 @@ they have in the dataset, by raw ids and texts; new ones follow in order. No fil
 dataset.json, so that the time is that of the new actions and of reading the raw ids.
 """
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.files import link
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.data.arrays import FOLDER
 from logitmix.trainer.data.arrow import as_numpy
@@ -249,6 +249,10 @@ def _link(path: Path, staging: Path) -> list[Path]:
     for file in sorted(path.rglob("*")):
         name = name_of(path, file)
         if file.is_file() and name != "dataset.json" and not name.startswith(f"{FOLDER}/"):
-            link(file, staging / name)
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, staging / name)
+            except OSError:
+                shutil.copy2(file, staging / name)
             linked.append(staging / name)
     return linked

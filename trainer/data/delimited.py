@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
+from logitmix.common.mappings import counted
 from logitmix.trainer.data.arrow import as_numbers, as_numpy, is_utf8
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.files import InputFile
@@ -89,7 +90,7 @@ def read_rows(
                 if len(row) == fields:
                     yield row
                 else:
-                    rejects.add(file.label, number, f"has {len(row)} fields, not {fields}", text)
+                    rejects.add(file.label, number, f"has {counted(len(row), 'field')}, not {fields}", text)
 
 
 def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, pa.BinaryArray]]:
@@ -160,7 +161,9 @@ def _split_lines(
     for row in np.flatnonzero(~whole):
         text = lines[row].as_py()
         inside = " (lines must end in LF or CRLF, and it has a CR inside)" if "\r" in text else ""
-        rejects.add(label, int(numbers[row]), f"has {widths[row]} fields, not {layout.fields}{inside}", text)
+        rejects.add(
+            label, int(numbers[row]), f"has {counted(int(widths[row]), 'field')}, not {layout.fields}{inside}", text
+        )
     if layout.delimiter == ",":
         quoted = whole & as_numpy(pc.match_substring(lines, '"'))
         for row in np.flatnonzero(quoted):

@@ -86,12 +86,19 @@ class SideTable:
     columns: dict[str, pa.Array] = field(default_factory=dict)
     kinds: dict[str, str | None] = field(default_factory=dict)
     """As of the actions."""
+    first_column: str = ""
+    """The column of the ids, where that was the first one for want of one of the name."""
 
     def of(self, ids: pa.StringArray) -> dict[str, pa.Array]:
         """The columns with one value for each of `ids`, null if the table has none."""
         backwards = pc.index_in(ids, value_set=self.ids.take(pa.array(np.arange(len(self.ids))[::-1])))
         rows = pc.subtract(len(self.ids) - 1, backwards)
         return {name: column.take(rows) for name, column in self.columns.items()}
+
+    def remarks(self, name: str) -> list[str]:
+        """Lines about the table `name`: which column the ids are, if that was not asked for, and `contradictions`."""
+        chosen = f"{name}: the ids are the first column, {self.first_column}" if self.first_column else ""
+        return [line for line in (chosen, self.contradictions(name)) if line]
 
     def contradictions(self, name: str) -> str:
         """A line about the ids that occur in the table `name` with different values, "" if there are none."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from logitmix.common.mappings import from_mapping
+from logitmix.common.mappings import counted, from_mapping
 from logitmix.common.storage import place_of
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.config import load_recipe, recipe_names
@@ -52,15 +52,15 @@ def _of_reading(of: Mapping[str, Any], folder: Path) -> list[str]:
     """Lines about what was read and is not in the dataset, which the folder may list."""
     lines = [f"read      {_counts(of['read'])}"]
     if rejected := of["rejected_lines"]:
-        lines.append(f"rejected  {_count(rejected, 'malformed line')}, listed in {folder}/rejects.tsv")
+        lines.append(f"rejected  {counted(rejected, 'malformed line')}, listed in {folder}/rejects.tsv")
     return lines + [f"removed   {line}" for line in _removals(of["filters"])]
 
 
 def _of_appended(description: Mapping[str, Any], last: Mapping[str, Any], directory: Path) -> str:
     """Lines about what was appended last."""
     lines = _of_reading(last, directory / APPENDED / f"{len(description[APPENDED]):05d}")
-    new = f"{_count(last['users'], 'new user')} and {_count(last['items'], 'new item')}"
-    lines.append(f"appended  {_count(last['actions'], 'action')} with {new}")
+    new = f"{counted(last['users'], 'new user')} and {counted(last['items'], 'new item')}"
+    lines.append(f"appended  {counted(last['actions'], 'action')} with {new}")
     lines.append(f"times     {_span(last['times'])}")
     lines.append(f"now       {_counts(description)} in {directory}")
     return "\n".join(lines)
@@ -74,18 +74,14 @@ def _removals(filters: Mapping[str, Any]) -> list[str]:
     reasons["duplicates"] = "equal to an earlier one in everything (--keep-duplicates keeps them)"
     removed = filters["removed"].items()
     return [
-        f"{_count(counts['actions'], 'action') if name == 'duplicates' else _counts(counts)} {reasons[name]}"
+        f"{counted(counts['actions'], 'action') if name == 'duplicates' else _counts(counts)} {reasons[name]}"
         for name, counts in removed
         if counts["actions"]
     ]
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(_count(counts[f"{what}s"], what) for what in ("user", "item", "action"))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return ", ".join(counted(counts[f"{what}s"], what) for what in ("user", "item", "action"))
 
 
 def _lengths(description: Mapping[str, Any]) -> str:
@@ -150,7 +146,7 @@ def _share(count: int, of: int) -> str:
 def _titles(known: int, items: int) -> str:
     if not known:
         return "none: answers will show ids (a column `title` or --title-column gives them)"
-    return "of all items" if known == items else f"of {known:,} of {_count(items, 'item')}"
+    return "of all items" if known == items else f"of {known:,} of {counted(items, 'item')}"
 
 
 def _features(features: list[Feature], schema: Schema, have_titles: bool) -> list[str]:
@@ -166,8 +162,8 @@ def _features(features: list[Feature], schema: Schema, have_titles: bool) -> lis
 
 def _values(feature: Feature, schema: Schema) -> str:
     if feature.sparse:
-        return f"  {_count(schema.table(feature.table).rows - 1, 'value')}"
-    return f"  {_count(feature.width, 'number')} each" if feature.form.wide else ""
+        return f"  {counted(schema.table(feature.table).rows - 1, 'value')}"
+    return f"  {counted(feature.width, 'number')} each" if feature.form.wide else ""
 
 
 def _tells_kinds(feature: Feature, schema: Schema) -> bool:

@@ -20,7 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from rich.progress import Progress
 
-from logitmix.common.mappings import first_line
+from logitmix.common.mappings import counted, first_line
 from logitmix.trainer.data.arrow import as_numbers, is_encodable, is_text, is_utf8
 from logitmix.trainer.data.blocks import Keys, TableBlock
 from logitmix.trainer.data.delimited import require_short
@@ -230,13 +230,13 @@ class _CsvReader:
         return self._table(np.array(numbers, np.int64), columns, lambda row: self.dialect.delimiter.join(rows[row]))
 
     def _reject(self, row: "_Row") -> None:
-        reason = row.error or f"has {len(row.fields)} fields, not {len(self.header)}"
+        reason = row.error or f"has {counted(len(row.fields), 'field')}, not {len(self.header)}"
         more = len(row.lines) - 1
         if more:
             # They all count as malformed.
             self.rejects.lines += more
             self.rejects.count += more
-            reason += f", with {more:,} more line{'' if more == 1 else 's'} in its quotes"
+            reason += f", with {counted(more, 'more line')} in its quotes"
         self.rejects.add(self.label, row.number, reason, "".join(row.lines))
 
     def _table(self, numbers: np.ndarray, columns: list[pa.Array], text: Callable[[int], str]) -> TableBlock:
@@ -387,7 +387,9 @@ def _keys_of(label: str, header: list[str], keys: Keys) -> list[str]:
 def _check_unnamed(label: str, first: list[str], columns: Sequence[str]) -> None:
     """ValueError if the first row of a file cannot be data in these columns."""
     if first and len(first) != len(columns):
-        raise ValueError(f"{label}:1: has {len(first)} fields, but --columns names {len(columns)}: {','.join(columns)}")
+        raise ValueError(
+            f"{label}:1: has {counted(len(first), 'field')}, but --columns names {len(columns)}: {','.join(columns)}"
+        )
     if any(field == name != "_" for field, name in zip(first, columns, strict=False)):
         raise ValueError(f"{label}:1: names the columns itself ({','.join(first)}); leave out --columns")
 

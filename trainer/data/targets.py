@@ -50,9 +50,9 @@ def _fulfill(dataset: Dataset, condition: str, flag: str, among: NDArray[np.bool
     values = _values(dataset, name, f"{flag} {condition!r}")
     found: NDArray[np.bool_] = holds(condition, {name: values}, flag=flag) & among
     if not found.any():
-        some = ""
+        some = "" if np.all(among) else " together with the others"
         if pa.types.is_dictionary(values.type):
-            some = f"; {name} is {', '.join(values.dictionary.drop_null()[:5].to_pylist())}, for example"
+            some += f"; {name} is {', '.join(values.dictionary.drop_null()[:5].to_pylist())}, for example"
         raise ValueError(f"{flag} {condition!r}: no action of {dataset.path} fulfills this{some}")
     return found
 

@@ -36,7 +36,7 @@ class Seen:
 
     @cached_property
     def _item_X(self) -> Ints:
-        """Of each item, its index in the earlier dataset, or -1."""
+        """Likewise."""
         return _places(self.dataset.raw_id_column(), self.earlier.raw_id_column())
 
     def users_with_new(self, held: HeldOut) -> NDArray[np.bool_]:

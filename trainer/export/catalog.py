@@ -5,6 +5,8 @@ keeps its own. An item that is removed stays in the export behind the others, fo
 Axes: X items, N items of a table, C of which change, S shards of the export.
 """
 
+import os
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from logitmix.common.files import link
+from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.serving.columns import ACTIONS, NEW, Column
@@ -185,7 +187,7 @@ def _columns_of(
     table: SideTable, label: str, used: Collection[str], said: Console | None
 ) -> tuple[dict[str, pa.Array], list[str]]:
     """The table's columns by the names that are `used`, a row for each of its ids; and these ids."""
-    if said and (line := table.contradictions(label)):
+    for line in table.remarks(label) if said else ():
         tell(said, line)
     names = find_features(list(table.columns), used)
     if said and (unused := sorted(column for column, name in names.items() if name not in used)):
@@ -222,7 +224,7 @@ def _stays(
             tell(said, f"{of}, such as {unknown[0]!r}")
     if said and not stays_X.all():
         (gone_N,) = (~stays_X).nonzero()
-        tell(said, f"{len(gone_N):,} items are removed, such as {contents.raw_ids[int(gone_N[0])]!r}")
+        tell(said, f"removes {counted(len(gone_N), 'item')}, such as {contents.raw_ids[int(gone_N[0])]!r}")
     return stays_X
 
 
@@ -291,15 +293,15 @@ def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path
     about = replace(contents.about, num_items=plan.counts["num_items"], removed=plan.removed)
     bounds, entries, added = _bounds(contents), Entries(), 0
 
-    def keep(old: str, name: str) -> None:
-        link(directory / old, staging / name)
+    def link(old: str, name: str) -> None:
+        _link(directory / old, staging / name)
         entries[name] = files[old]
 
     for name in files:
         renewed = name in (*numbered(items_file, files), IDS, COLUMNS, CARD) or index_of(name)
         # Nobody needs an extra that was removed.
         if not renewed and ((directory / name).exists() or not is_extra(name)):
-            keep(name, name)
+            link(name, name)
     for number, part in enumerate(plan.parts):
         if part[0] == ABSENT:
             (shard,) = _computed(contents, plan.changed[-1], range(added, added := added + len(part)))
@@ -308,7 +310,7 @@ def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path
             # Nothing changes of removed items.
             rows = plan.changed[source].take(range(0) if plan.removed and number == count - 1 else None)
             if not rows.ids and np.array_equal(part, np.arange(*bounds[source : source + 2])):
-                keep(items_file(source, len(shards)), items_file(number, count))
+                link(items_file(source, len(shards)), items_file(number, count))
                 continue
             index = part.copy()
             index[np.searchsorted(part, bounds[source] + rows.place_C)] = bounds[-1] + np.arange(len(rows.ids))
@@ -345,6 +347,15 @@ def _write_ids(staging: Path, about: About, contents: Contents, plan: Plan) -> E
     return writer.write_ids(staging, about, in_order(texts_of(pa.chunked_array([ids])), "raw_ids name an item"), shown)
 
 
+def _link(old: Path, new: Path) -> None:
+    new.parent.mkdir(exist_ok=True)
+    try:
+        os.link(old, new)
+    except OSError:
+        # If the file system has no links.
+        shutil.copyfile(old, new)
+
+
 def texts_of(column: pa.ChunkedArray) -> Texts:
     """Arrow's texts, "" for null."""
     array = column.fill_null("").cast(pa.large_string()).combine_chunks()
@@ -355,7 +366,7 @@ def texts_of(column: pa.ChunkedArray) -> Texts:
 
 
 def as_arrow(texts: Texts) -> pa.Array:
-    """Texts as Arrow's, the other way round than `texts_of`."""
+    """The other way round."""
     buffers = [pa.py_buffer(tensor.numpy()) for tensor in (texts.bounds, texts.data)]
     return pa.LargeStringArray.from_buffers(len(texts), *buffers)
 

@@ -244,7 +244,7 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
     if asked.items:
         table = read_items(asked.items, "item", {})
         ids, columns = table.ids.to_pylist(), table.columns
-        if line := table.contradictions(Path(asked.items).name):
+        for line in table.remarks(Path(asked.items).name):
             tell(line)
     else:
         if not (dataset or asked.data):

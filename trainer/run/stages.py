@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from logitmix.common.mappings import counted
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.trainer.config import Config, with_settings, with_start
 from logitmix.trainer.run.folder import read_config, refit_path, start_path
@@ -32,8 +33,8 @@ def epochs_of_refit(run: Path) -> float:
     epochs = float(best["epoch"])
     if (refit / "config.toml").is_file() and (was := read_config(refit).train.stop_after_epochs) != epochs:
         raise ValueError(
-            f"{refit} is a refit of {was:g} epochs, but {run} is now best after {epochs:g}; remove {refit}, then "
-            f"`logitmix train --refit {run}` trains it anew"
+            f"{refit} is a refit of {counted(was, 'epoch')}, but {run} is now best after {epochs:g}; remove {refit}, "
+            f"then `logitmix train --refit {run}` trains it anew"
         )
     return epochs
 

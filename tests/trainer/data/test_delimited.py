@@ -52,7 +52,7 @@ def test_lines_over_block_borders_keep_their_numbers(tmp_path: Path, rejects: Re
     read = actions(read_delimited(file_of(tmp_path, content), LINES, rejects, PROGRESS))
     assert [user for user, _, _ in read] == [str(number) for number in range(1, 50_001) if number != 25_001]
     assert all(int(user) == line for user, _, line in read)
-    assert listed(rejects) == [["in.txt", "25001", "has 1 fields, not 2", "one-field"]]
+    assert listed(rejects) == [["in.txt", "25001", "has 1 field, not 2", "one-field"]]
 
 
 def test_malformed_lines_are_named(tmp_path: Path, rejects: Rejects) -> None:

@@ -137,7 +137,7 @@ def test_the_summary_names_what_was_removed_and_what_is_there(
     main([*words, "--where", "rating = 1", "--where", 'event != "view"', "--max-rejects", "0.1"])
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [
-        "in.csv:63: has 1 fields, not 7",
+        "in.csv:63: has 1 field, not 7",
         "not used, unless --schema FILE states a kind: event, rating, shop (all values are the same)",
     ]
     assert shown.out.splitlines() == [
@@ -289,10 +289,10 @@ def test_malformed_lines_are_shown_and_kept(tmp_path: Path) -> None:
     options = PrepareOptions("sequences", str(tmp_path / "in.txt"), str(tmp_path / "out"), max_rejects=0.29)
     made = prepare(options, Console(file=shown))
     assert (made["actions"], made["rejected_lines"]) == (71, 29)
-    expected = [f"in.txt:{line}: has 1 fields, not 2" for line in range(72, 77)] + ["… and 24 more malformed lines"]
+    expected = [f"in.txt:{line}: has 1 field, not 2" for line in range(72, 77)] + ["… and 24 more malformed lines"]
     assert shown.getvalue().splitlines() == expected
     rows = (tmp_path / "out" / "rejects.tsv").read_text().splitlines()
-    assert rows[0] == "file\tline\treason\ttext" and rows[29] == "in.txt\t100\thas 1 fields, not 2\tonly"
+    assert rows[0] == "file\tline\treason\ttext" and rows[29] == "in.txt\t100\thas 1 field, not 2\tonly"
     load_dataset(tmp_path / "out")
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reading import PROGRESS, file_of, listed
 from rich.console import Console
 
+from logitmix.common.mappings import counted
 from logitmix.trainer.data import tabular
 from logitmix.trainer.data.rejects import Rejects
 from logitmix.trainer.data.tabular import CsvOptions, read_blocks
@@ -73,7 +74,7 @@ def expected(content: bytes, delimiter: str) -> tuple[list[Row], list[list[str]]
             if len(row) != len(header):
                 rejects.lines += more
                 rejects.count += more
-                reason = reason or f"has {len(row)} fields, not {len(header)}"
+                reason = reason or f"has {counted(len(row), 'field')}, not {len(header)}"
                 reason += f", with {more} more line{'' if more == 1 else 's'} in its quotes" if more else ""
                 rejects.add("in.txt", place, reason, "".join(lines))
             elif not encodable(row[0]):

@@ -191,6 +191,15 @@ def test_other_conditions_are_refused(condition: str, problem: str, tmp_path: Pa
         target_places(load_dataset(write_dataset(tmp_path / "data", features=True)), (condition,))
 
 
+def test_conditions_that_no_action_fulfills_together_are_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"'action = type-2': no action of \S+ fulfills this together with the others;"
+    ):
+        target_places(
+            load_dataset(write_dataset(tmp_path / "data", features=True)), ("action = type-1", "action = type-2")
+        )
+
+
 def test_weights_are_those_of_a_column_by_their_mean_in_the_batch(tmp_path: Path) -> None:
     dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
     positive = np.abs(dataset.event_features["rating"].values)

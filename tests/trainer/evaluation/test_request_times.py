@@ -203,7 +203,7 @@ def test_the_command_line_takes_the_time(
     assert told("with", "--time", "6004") != told("with", "--time", "9000") != told("with")
     assert told("without", "--time", "6004") == told("without", "--time", "9000") == told("without")
     said = refusal("retrieve", str(paced / "with.served"), *history, "--time", "5999")
-    assert "request 0: its time is 5999; its last action was at 6000" in said
+    assert "the request: its time is 5999; its last action was at 6000" in said
     (tmp_path / "asked.jsonl").write_text('["item-1"]\n')
     files = ["--histories", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), "--time", "0"]
     said = refusal("retrieve", str(paced / "with.served"), *files)

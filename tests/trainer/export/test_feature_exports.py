@@ -621,12 +621,13 @@ def test_only_items_of_a_table_are_recommended(
 ) -> None:
     """Those that a request would allow; in two stages, k' of these are found."""
     rows = [f"item-{item},{item % 3},{item / 2 if item % 5 else ''}" for item in range(0, ITEMS, 2)]
-    (tmp_path / "stock.csv").write_text("item,left,price\n" + "\n".join([*rows, "other,1,1"]) + "\n")
+    (tmp_path / "stock.csv").write_text("sku,left,price\n" + "\n".join([*rows, "other,1,1"]) + "\n")
     given: dict[str, Any] = {"items": tmp_path / "stock.csv", "where": "left = 1 and (price < 9 or price is null)"}
     allowed = [f"item-{item}" for item in range(0, ITEMS, 2) if item % 3 == 1 and (item % 5 == 0 or item / 2 < 9)]
     api.recommend(exported, tmp_path / "some.csv", run.parent / "data", 5, stage1=stage1, **given)
     said = capsys.readouterr().err
     assert f"{len(allowed)} of {ITEMS} items may be" in said and "are not in the export, such as 'other'" in said
+    assert "stock.csv: the ids are the first column, sku\n" in said
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
     expected = Retriever.load(exported).recommend(requests, 5, stage1=stage1)
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)

@@ -118,7 +118,7 @@ def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> N
         lambda: export(run, tmp_path / "out"),
         lambda: evaluate_run(run, "test", None, None, "cpu", 1),
     ):
-        with pytest.raises(ValueError, match=r"is a refit of 1 epochs, but .* is now best after \d; remove .*refit"):
+        with pytest.raises(ValueError, match=r"is a refit of 1 epoch, but .* is now best after \d; remove .*refit"):
             use()
 
 

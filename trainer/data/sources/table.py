@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.common.files import from_json
+from logitmix.common.mappings import counted
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.append import parts_of
 from logitmix.trainer.data.blocks import TableBlock
@@ -228,7 +229,7 @@ def read_side(
 
     ids: list[pa.StringArray] = []
     kinds: dict[str, str | None] = {}
-    columns = ColumnBuilder()
+    columns, name = ColumnBuilder(), id_column
     for file in _parts(Path(path), flag, rejects):
         for rows in read_blocks(file, id_of, rejects, progress, csv):
             (name,) = rows.keys
@@ -244,7 +245,8 @@ def read_side(
             kinds |= rows.kinds
     joined = pa.chunked_array(ids, pa.string()).combine_chunks()
     found = {name: pieces.whole() for name, pieces in columns.join().items()}
-    return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), found, kinds)
+    first_column = "" if _found(id_column, [name]) else name
+    return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), found, kinds, first_column)
 
 
 def _is_like_ids(name: str, ids: pa.StringArray) -> bool:
@@ -261,7 +263,7 @@ def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
         return [InputFile(source)]
     endings = (*ENDINGS, ATOMIC[flag])
     parts, others = find_parts(source, endings)
-    unread = f"{len(others):,} file{'' if len(others) == 1 else 's'}, such as {others[0]}" if others else ""
+    unread = f"{counted(len(others), 'file')}, such as {others[0]}" if others else ""
     if not parts:
         there = f" (but {unread})" if unread else ""
         raise ValueError(
