@@ -98,10 +98,6 @@ class Bags(NamedTuple):
     offsets: Tensor
     shares: Tensor | None = None
 
-    def to(self, device: torch.device) -> "Bags":
-        shares = None if self.shares is None else on_device(self.shares, device)
-        return Bags(on_device(self.values, device), on_device(self.offsets, device), shares)
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -1,14 +1,12 @@
-"""Embedding tables as torchrec modules, unsharded, and how they are looked up."""
+"""Embedding tables as torchrec modules, unsharded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import device, nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
-
-from .batch import Bags
 
 _PREFIX = "table_"
 
@@ -66,8 +64,3 @@ def embedding_collections(tables: Sequence[EmbeddingTable]) -> nn.ModuleDict:
             config = EmbeddingBagConfig(**table._config(), pooling=PoolingType.SUM)
             collections[f"bags_{table.name}"] = EmbeddingBagCollection([config], table.weighs, device("meta"))
     return nn.ModuleDict(collections)
-
-
-def bag_lookup(name: str, bags: Bags) -> KeyedJaggedTensor:
-    """Bags of a table's ids, unchanged."""
-    return KeyedJaggedTensor(keys=[name], values=bags.values, weights=bags.shares, lengths=bags.offsets.diff())

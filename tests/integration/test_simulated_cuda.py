@@ -161,6 +161,34 @@ def test_two_gpus_give_what_two_processes_give(featured: Path, library: Path) ->
     assert places <= {"trainer/step/pipeline.py", "comm/exchange.py"}
 
 
+PLACED: dict[str, Settings] = {
+    "row-wise": {"tables.brand.pooled": True},
+    "table-wise": {"tables.tags.sharding": "table_wise"},
+    "column-wise": {"tables.tags.sharding": "column_wise", "tables.tags.dim": 16},
+}
+"""Of pooled tables."""
+
+
+def waited(data: Path, library: Path) -> dict[str, dict[str, int]]:
+    """Where the host waits for the device in a step that is not logged and sends the rows of one that is not."""
+    device, found = simulated_cuda.begin(library), {}
+    for name, settings in PLACED.items():
+        settings = {**SMALL, **FEATURES, "train.log_every": 100, "train.device": "cuda", **settings}
+        with a_pipeline(small_config(data, settings), 4) as pipeline:
+            pipeline.train_step()
+            device.waits.clear()
+            pipeline.train_step()
+            found[name] = dict(device.waits)
+            pipeline.train_step()
+    return found
+
+
+def test_no_step_waits_for_the_device(featured: Path, library: Path) -> None:
+    """Nor copies what is not pinned."""
+    for of_rank in two_ranks.run(waited, featured, library):
+        assert of_rank == {name: {} for name in PLACED}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_gpus_in_more_ways(featured: Path, library: Path) -> None:

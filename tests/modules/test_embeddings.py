@@ -1,9 +1,9 @@
 import torch
 from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
 
-from logitmix.modules.batch import Bags
 from logitmix.modules.config import ModelConfig
-from logitmix.modules.embeddings import EmbeddingTable, bag_lookup, embedding_collections, own_name
+from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name
 from logitmix.modules.model import RetrievalModel
 from logitmix.modules.schema import Schema
 
@@ -41,7 +41,7 @@ def test_a_pooled_table_is_a_collection_by_itself_that_sums_bags() -> None:
     row_R1 = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
     with torch.no_grad():
         next(bags.parameters()).copy_(row_R1.expand(-1, 4))
-    found = bags(bag_lookup("tags", Bags(torch.tensor([3, 0, 3, 1]), torch.tensor([0, 3, 3, 4]))))
+    found = bags(KeyedJaggedTensor(["tags"], torch.tensor([3, 0, 3, 1]), lengths=torch.tensor([3, 0, 1])))
     assert found["tags"][:, 0].tolist() == [2001.0, 0.0, 10.0]
 
 

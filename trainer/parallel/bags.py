@@ -3,62 +3,108 @@
 Axes: S ids of all bags, R bags, D width of a table's rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 
 from logitmix.comm.exchange import split_backward
 from logitmix.modules.batch import Bags
-from logitmix.modules.embeddings import bag_lookup, own_name
+from logitmix.modules.embeddings import own_name
+from logitmix.modules.transfer import on_device
+from logitmix.trainer.parallel.ids import IdExchange
 
 
 @dataclass(frozen=True)
 class PooledTable:
-    """A table whose bags are pooled by the owners of its rows."""
+    """A table whose bags are pooled by the owners of its rows, which are divided into ranges of `block` rows.
+
+    `ranges` are the numbers of the ranges, one for each of a rank's shards, in the order in which they are looked up.
+    `order` are the ranks in the order in which TorchRec sends back the sums of their bags.
+    """
 
     module: ShardedEmbeddingBagCollection
     name: str
     dim: int
+    block: int
+    ranges: Sequence[Sequence[int]]
+    order: Sequence[int]
 
     @classmethod
     def of(cls, module: ShardedEmbeddingBagCollection) -> "PooledTable":
-        (config,) = module._embedding_bag_configs
-        return cls(module, own_name(config.name), config.embedding_dim)
+        (config,), (sharding,) = module._embedding_bag_configs, cast(Any, module)._embedding_shardings
+        by_rank = [
+            [table.local_metadata for group in groups for table in group.embedding_tables]
+            for groups in sharding._grouped_embedding_configs_per_rank
+        ]
+        block = max(place.shard_sizes[0] for places in by_rank for place in places)
+        # Where there are few rows, some ranges have none, and begin where the table ends.
+        ranges = [[-(-place.shard_offsets[0] // block) for place in places] for places in by_rank]
+        # Where the ranks of a host add up, each gets the sums for the ranks of its number in all hosts.
+        per_host = sharding._intra_pg.size() if hasattr(sharding, "_intra_pg") else len(by_rank)
+        order = [rank for number in range(per_host) for rank in range(number, len(by_rank), per_host)]
+        return cls(module, own_name(config.name), config.embedding_dim, block, ranges, order)
 
 
 class PooledRows:
     """The mean row of each bag of one table, or the sum that its shares say, zero for empty bags; used as a part of a
     RowExchange."""
 
-    def __init__(self, table: PooledTable, bags: Bags, device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        self.table, self.stream, self.context = table, stream, table.module.create_context()
-        self.ids_in_flight: Any = None
+    def __init__(
+        self,
+        table: PooledTable,
+        bags: Bags,
+        asked: Sequence[list[Tensor]],
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """What it asks of each rank is added to the lists in `asked`: for each of the rank's shards, ids counted from
+        the shard's first row, the lengths of their bags, and the bits of their shares, if there are any."""
+        length_R = bags.offsets.diff()
+        self.table, self.weighted, self.bags = table, bags.shares is not None, len(length_R)
+        self.first = [len(lists) for lists in asked]
+        count = 1 + max(number for of_rank in table.ranges for number in of_rank)
+        length_NR, id_S, share_S, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            length_R, bags.values, False, False, torch.tensor([table.block]), count, bags.shares
+        )
+        lengths = length_NR.view(count, self.bags)
+        sizes = lengths.sum(1).tolist()
+        of_range = [[*of] for of in zip(id_S.split(sizes), lengths, strict=True)]
+        if self.weighted:
+            for lists, bits in zip(of_range, share_S.view(torch.int32).long().split(sizes), strict=True):
+                lists.append(bits)
+        for lists, numbers in zip(asked, table.ranges, strict=True):
+            lists += [each for number in numbers for each in of_range[number]]
         with torch.cuda.stream(stream):
-            bags = bags.to(device)
-            lengths_R = bags.offsets.diff()
-            self.count_R1 = (lengths_R.clamp(min=1) if bags.shares is None else torch.ones_like(lengths_R)).unsqueeze(1)
-            self.sizes_in_flight = table.module.input_dist(self.context, bag_lookup(table.name, bags))
+            count_R = torch.ones_like(length_R) if self.weighted else length_R.clamp(min=1)
+            self.count_R1 = on_device(count_R.unsqueeze(1), device)
 
-    def send_ids(self) -> None:
-        self.ids_in_flight = self.ids_in_flight or self.sizes_in_flight.wait()
-
-    def receive_ids(self) -> Any:
-        """The ids that all ranks ask this one for. On CUDA they arrive on a separate stream: the current stream waits
-        for it, and the memory of what was made there is kept for the current stream."""
-        with torch.cuda.stream(self.stream):
-            ids = self.ids_in_flight.wait()
-        if self.stream:
-            current = torch.cuda.current_stream()
-            current.wait_stream(self.stream)
-            for each in (ids, self.context, self.count_R1):
-                each.record_stream(current)
-        return ids
-
-    def send_rows(self, _: Any) -> None:
-        self.rows_in_flight = self.table.module.compute_and_output_dist(self.context, self.receive_ids())
+    def send_rows(self, ids: IdExchange) -> None:
+        if ids.stream:
+            self.count_R1.record_stream(torch.cuda.current_stream())
+        table, mine = self.table, ids.group.rank()
+        kinds, shards = 3 if self.weighted else 2, len(table.ranges[mine])
+        first, end = self.first[mine], self.first[mine] + kinds * shards
+        id_lists, length_lists, share_lists = (range(first + kind, end, kinds) for kind in range(3))
+        # Whoever owns nothing needs to know its own bags alone.
+        bags = [of_rank[length_lists[0]] if shards else self.bags for of_rank in ids.counts]
+        features = KeyedJaggedTensor(
+            keys=[table.name] * shards,
+            values=ids.joined(id_lists, table.order),
+            weights=ids.joined(share_lists, table.order).int().view(torch.float32) if self.weighted else None,
+            lengths=ids.joined(length_lists, table.order),
+            stride=sum(bags),
+            # Otherwise it would ask the device.
+            length_per_key=[sum(of_rank[number] for of_rank in ids.counts) for number in id_lists],
+        )
+        context = EmbeddingBagCollectionContext([EmbeddingShardingContext(batch_size_per_rank=bags)])
+        self.rows_in_flight = table.module.compute_and_output_dist(context, KJTList([features]))
 
     def wait(self, rows: dict[str, Tensor]) -> None:
         self.sum_RD: Tensor = cast(Any, self.rows_in_flight.wait())[self.table.name]

@@ -51,7 +51,8 @@ class AskedIds(NamedTuple):
 
 class IdExchange:
     """The ids that this rank asks of each rank, as lists: a rank gets as many lists of each other, and of the same
-    meaning. All calls are collective. The constructor begins the exchange of counts."""
+    meaning. What else is asked in whole numbers, such as the lengths of bags, is a list, too. All calls are collective.
+    The constructor begins the exchange of counts."""
 
     def __init__(
         self,
@@ -107,9 +108,12 @@ class IdExchange:
 
     def of(self, lists: range) -> AskedIds:
         """Some of this rank's lists, after `wait`."""
-        chosen = [of_rank[number] for number in lists for of_rank in self._received]
-        if len(chosen) == 1:
-            values = chosen[0]
-        else:
-            values = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=self.device)
+        values = self.joined(lists, range(self.group.size()))
         return AskedIds(values, [of_rank[lists.start : lists.stop] for of_rank in self.counts])
+
+    def joined(self, lists: Sequence[int], ranks: Sequence[int]) -> Tensor:
+        """Some of this rank's lists one after the other, each as the ranks sent it, in this order."""
+        chosen = [self._received[rank][number] for number in lists for rank in ranks]
+        if len(chosen) == 1:
+            return chosen[0]
+        return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=self.device)

@@ -137,17 +137,14 @@ class RowExchange:
                 for each, slices_of in zip(tables, slices, strict=True)
             ]
             self.parts.append([*of_part])
+        self.parts[0] += [PooledRows(each, bags[each.name], asked, device, stream) for each in pooled]
         self.ids = IdExchange(asked, group, device, stream)
-        self.pooled = [PooledRows(each, bags[each.name], device, stream) for each in pooled]
-        self.parts[0] += self.pooled
         self.rows_sent = False
 
     def send_ids(self) -> None:
         """Sends the ids to their owners, after the exchange of their counts; does nothing when called again."""
         with torch.cuda.stream(self.stream):
             self.ids.send()
-            for each in self.pooled:
-                each.send_ids()
 
     def send_rows(self) -> None:
         """Sends the rows that all ranks asked this one for."""
@@ -214,8 +211,6 @@ class RowExchange:
             return
         self.send_ids()
         self.ids.wait()
-        for each in self.pooled:
-            each.receive_ids()
 
     def _send_part(self, part: "list[_Part | PooledRows]") -> None:
         for each in part:
