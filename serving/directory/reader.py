@@ -75,6 +75,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         return _manifest(path)
 
 
+def read_ids(path: Path) -> tuple[list[str], list[str]]:
+    """The raw ids of a serving directory's items, and those of the items that were removed; no other file is read."""
+    with _advising(path):
+        manifest = _manifest(path)
+        about = about_of(path / MANIFEST, manifest)
+        check_file(path / IDS, manifest["files"][IDS], MANIFEST)
+        ids = _texts(path / IDS, _read_tensors(path / IDS, manifest["files"][IDS]["tensors"]), "raw_ids")[:]
+    return ids[: about.num_items], ids[about.num_items :]
+
+
 def checked_extra(path: Path, name: str) -> Path:
     """The file of an extra that a serving directory has. ValueError if it is not there or not that of the manifest."""
     files = read_manifest(path)["files"]

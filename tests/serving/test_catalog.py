@@ -175,6 +175,24 @@ def test_a_model_of_ids_alone_has_other_titles_and_fewer_items(tmp_path: Path) -
     assert scores(after) == scores(before, None, [2])
 
 
+def test_an_export_says_which_changes_of_the_catalog_it_undoes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model("dot", X, hindexer=False)
+    served = export_small(model, tmp_path / "served")
+    (tmp_path / "gone").write_text(f"{IDS[2]}\n")
+    (tmp_path / "t.csv").write_text("item,title\nnew 1,One\nnew 2,Two\n")
+    update_items(served, Catalog(str(tmp_path / "t.csv"), remove=str(tmp_path / "gone")))
+    capsys.readouterr()
+    export_small(model, served, overwrite=True)
+    assert capsys.readouterr().err == (
+        "this export lacks 2 items of the export before, such as 'new 1' and has 1 item that it had removed, such as "
+        f"'{IDS[2]}': --items and update-items change the catalog\n"
+    )
+    export_small(model, served, overwrite=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_values_that_no_item_had_are_said(tmp_path: Path) -> None:
     model = small_model("dot", X, schema=every_feature(X))
     served, said = export_small(model, tmp_path / "served"), StringIO()

@@ -24,6 +24,7 @@ from rich.console import Console
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
+from logitmix.common.mappings import counted
 from logitmix.common.messages import say
 from logitmix.common.storage import alone, fetch_names
 from logitmix.modules.config import ModelConfig
@@ -234,6 +235,8 @@ def export_model(
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
                 entries |= write_card(staging, about, entries, facts, examples)
             manifest = writer.write_manifest(staging, about, entries)
+            if out.exists() and not (catalog and catalog.only) and (line := _undone(out, staging)):
+                say(line)
             with in_turn(out):
                 writer.check_target(out, overwrite)
                 publish(staging, out, writer.kept(out, keep, staging))
@@ -246,6 +249,19 @@ def export_model(
         raise
     finally:
         held.close()
+
+
+def _undone(out: Path, staging: Path) -> str:
+    """What `update-items` did to the export that is replaced and is not in this one; empty if there is nothing."""
+    try:
+        (before, gone), (now, _) = reader.read_ids(out), reader.read_ids(staging)
+    except (ValueError, OSError):  # A damaged export may be replaced.
+        return ""
+    here = set(now)
+    lost, back = [of for of in before if of not in here], [of for of in gone if of in here]
+    parts = [f"lacks {counted(len(lost), 'item')} of the export before, such as {lost[0]!r:.80}"] if lost else []
+    parts += [f"has {counted(len(back), 'item')} that it had removed, such as {back[0]!r:.80}"] if back else []
+    return f"this export {' and '.join(parts)}: --items and update-items change the catalog" if parts else ""
 
 
 def _require_exportable(about: About, extras: Collection[Extra]) -> None:
