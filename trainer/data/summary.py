@@ -35,7 +35,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines.append(f"users     {_lengths(description)}")
     lines += [f"times     {_span(description['times'])}", *_ties(description)]
     lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
-    lines.append(f"titles    {_titles(description['titles'], description['items'])}")
+    lines.append(f"titles    {_titles(description['titles'], description['items'], features)}")
     lines += _features(features, schema, bool(description["titles"]))
     lines.append(f"next      {_next(directory)}")
     if any(feature.owner != "item" for feature in features):
@@ -143,9 +143,11 @@ def _share(count: int, of: int) -> str:
     return "fewer than 0.1%" if 0 < count < of / 1000 else f"{count / of:.1%}"
 
 
-def _titles(known: int, items: int) -> str:
+def _titles(known: int, items: int, features: list[Feature]) -> str:
     if not known:
-        return "none: answers will show ids (a column `title` or --title-column gives them)"
+        near = [feature.name for feature in features if feature.owner != "user" and "title" in feature.name.lower()]
+        by = f"--title-column {near[0]}" if near else "a column `title` or --title-column"
+        return f"none: answers will show ids ({by} gives them)"
     return "of all items" if known == items else f"of {known:,} of {counted(items, 'item')}"
 
 

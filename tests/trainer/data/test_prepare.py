@@ -123,6 +123,18 @@ def test_the_command_shows_counts_and_features(table: Path, tmp_path: Path, caps
         "features  none but the item ids",
         f"next      logitmix train auto --data.path {tmp_path}/out --run runs/out",
     ]
+
+
+def test_a_column_that_has_titles_by_its_name_is_proposed(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([f"{header},item_title", *(f"{row},t{at % 2}" for at, row in enumerate(rows)), ""]))
+    words = ["prepare", "table", "--source", str(table), "--out", str(tmp_path / "out"), "--min-user-actions", "1"]
+    main(words)
+    assert "titles    none: answers will show ids (--title-column item_title gives them)\n" in capsys.readouterr().out
+    main([*words, "--title-column", "item_title", "--overwrite"])
+    assert "titles    of all items\n" in capsys.readouterr().out
     main([*words, "--overwrite", "--json"])
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "out" / "dataset.json").read_text())
 
