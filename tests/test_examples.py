@@ -79,14 +79,16 @@ def test_the_weekly_job_of_a_shop_recommends_what_is_in_stock_to_everyone(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_weekly_job_of_a_shop_takes_its_own_files(tmp_path: Path) -> None:
+def test_the_weekly_job_of_a_shop_takes_its_own_files_each_week(tmp_path: Path) -> None:
     draw, kinds = random.Random(0), ("view", "purchase")
-    rows = [f"u{user},i{draw.randrange(150)},{at},{kinds[at % 2]}" for user in range(100) for at in range(20)]
-    (tmp_path / "events.csv").write_text("\n".join(["user,item,timestamp,event", *rows, ""]))
+    actions = [f"u{user},i{draw.randrange(150)},{at},{kinds[at % 2]}" for user in range(100) for at in range(20)]
     rows = [f"i{item},aisle {item % 5},{'no' if item % 10 == 0 else 'yes'}" for item in range(160)]
     (tmp_path / "catalog.csv").write_text("\n".join(["item,category,in_stock", *rows, ""]))
     words = ["sh", str(EXAMPLES / "weekly_shop.sh"), str(tmp_path), "--train.epochs", "1"]
-    subprocess.run(words, cwd=ROOT, check=True, timeout=1_000, capture_output=True)
+    for users in (80, 100):
+        (tmp_path / "events.csv").write_text("\n".join(["user,item,timestamp,event", *actions[: 20 * users], ""]))
+        subprocess.run(words, cwd=ROOT, check=True, timeout=1_000, capture_output=True)
+    assert (tmp_path / "export.former-1").is_dir()
     found = pq.read_table(tmp_path / "recommended.parquet")
     in_stock = {f"i{item}" for item in range(160) if item % 10}
     assert len(found["user"].unique()) == 100 and {*found["item"].unique().to_pylist()} <= in_stock
