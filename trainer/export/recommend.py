@@ -110,8 +110,12 @@ def served(place: str, asked: Asked) -> tuple[Path, Asked]:
         # Imported only when used: it loads slowly.
         from logitmix.trainer.export.export import export
 
-        asked = replace(asked, data=asked.data or read_config(found).data.path)
-        export(found, found := _folder(asked) / "export", overwrite=True, filterable=list(asked.limit) or None)
+        data = read_config(found).data.path
+        asked = replace(asked, data=asked.data or data)
+        # Where there are filterable columns, a condition is on these.
+        others = dataset_columns(load_dataset(data)) if asked.limit and asked.where else ()
+        filterable = list(dict.fromkeys([*asked.limit, *others])) or None
+        export(found, found := _folder(asked) / "export", overwrite=True, filterable=filterable)
     elif not (found / MANIFEST).is_file():
         raise ValueError(f"no run or export at {place}; give one that `logitmix train` or `logitmix export` made")
     elif not (asked.data or asked.similar_items):

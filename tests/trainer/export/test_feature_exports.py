@@ -655,6 +655,12 @@ def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
     expected = Retriever.load(exported).recommend(requests, 5)
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
+    # With a limit too, and of a run.
+    export(run, tmp_path / "served", filterable=["brand"])
+    limited: list[Request] = [{**request, "limit": {"brand": 1}} for request in requests]
+    expected = Retriever.load(tmp_path / "served").recommend(limited, 5, stage1=ITEMS)
+    api.recommend(run, tmp_path / "limited.csv", k=5, where=where, limit={"brand": 1}, stage1=ITEMS)
+    require_rows(tmp_path / "limited.csv", dataset.raw_user_ids(np.arange(60)), expected)
 
 
 def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
