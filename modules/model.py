@@ -16,7 +16,7 @@ from .config import ModelConfig
 from .embeddings import EmbeddingTable, embedding_collections
 from .features import Embedded
 from .losses.blockwise import Examples, Side
-from .losses.resample import resampled
+from .resample import resampled
 from .schema import Schema
 from .similarity.base import Similarity
 from .similarity.mol import MoL
