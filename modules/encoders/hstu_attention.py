@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -155,8 +156,8 @@ def _run(packing: Packing, inputs: list[Tensor], outputs: dict[str, Tensor], d_b
 
 def _parts(packing: Packing) -> list[tuple[int, int]]:
     """Consecutive sequences for each thread, with about equally many pairs of positions."""
-    length_B = packing.lengths_B.double()
+    length_B = packing.lengths_B.numpy().astype(np.float64)
     workers = max(1, min(torch.get_num_threads(), len(length_B)))
-    pairs_B = torch.cat([length_B.new_zeros(1), (length_B * (length_B + 1)).cumsum(0)])
-    cuts = torch.searchsorted(pairs_B, pairs_B[-1] * torch.arange(1, workers) / workers).tolist()
+    pairs_B = np.concatenate([[0.0], (length_B * (length_B + 1)).cumsum()])
+    cuts = pairs_B.searchsorted(pairs_B[-1] * np.arange(1, workers) / workers).tolist()
     return list(pairwise([0, *cuts, len(length_B)]))

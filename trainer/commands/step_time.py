@@ -37,7 +37,8 @@ REACHED = {"bf16": 0.5, "MoL's pairs": 0.1, "fp32": 0.3, "memory": 0.7, "nvlink"
 there; the others are assumed."""
 FUSED, OTHER_KERNELS = 0.45, 25
 """Kernels by torch's operations in the same forward and backward on a CPU, and those beside: tables, exchange and
-optimizers. Fitted to counts of ml-1m-mol and ml-1m-dot (benchmarks/notes/launches.md); they give 250 and 158."""
+optimizers. Fitted to counts of ml-1m-mol and ml-1m-dot (benchmarks/notes/launches.md); they give 255 and 158, and 266
+of ml-1m-hstu. An H100 was given 268, 170 and 249."""
 ASSUMED = (
     f"{LAUNCH * 1e6:g} us of the host to start a kernel; of the data sheet's rates "
     f"{', '.join(f'{of:.0%} ({name})' for name, of in REACHED.items())}; only the tower's gradients overlap"

@@ -108,6 +108,16 @@ def imagined() -> Callable[..., JobPlan]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("recipe", "seen"), {"ml-1m-dot": 170, "ml-1m-mol": 268, "ml-1m-hstu": 249}.items())
+def test_kernels_are_about_as_many_as_an_h100_was_given(recipe: str, seen: int) -> None:
+    """benchmarks/notes/h100.md has what was seen. How the CPU divides its work among threads is no kernel."""
+    line = f"{recipe} --world-size 1 --train.batch-size 128 --history 165 --items 3706"
+    arguments, config, _ = of_recipe(Arguments, "plan", line.split(), USAGE)
+    step_time = plan_job(config, arguments.devices(), arguments.imagined()).step_time
+    assert step_time and abs(step_time.kernels / seen - 1) < 0.1
+
+
+@pytest.mark.long
 def test_what_a_part_of_a_batch_says_of_the_whole(
     imagined: Callable[..., JobPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
