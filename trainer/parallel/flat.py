@@ -30,10 +30,12 @@ class _Part(NamedTuple):
     name: str
     start: int
     shape: torch.Size
+    strides: tuple[int, ...]
     cast: bool
 
     def of(self, flat_P: Tensor) -> Tensor:
-        return flat_P[self.start : self.start + self.shape.numel()].view(self.shape)
+        """A view, made by one operation, as there are many in a step."""
+        return flat_P.as_strided(self.shape, self.strides, self.start)
 
 
 class FlatLosses(nn.Module):
@@ -57,6 +59,9 @@ class FlatLosses(nn.Module):
         self._ranks = torch.full((), float(group.size()), device=first.device)
         """What the loss is multiplied by, for a mean over the ranks."""
         self._pending: list[tuple[dist.Work, Tensor]] = []
+        self.gradient_P = torch.zeros_like(self.flat_P, requires_grad=False)
+        """Its memory is that of every step's gradients, so that their parts are made once."""
+        self._gradients = [part.of(self.gradient_P) for part in self.parts]
         weights = dict(losses.named_parameters())
         with torch.no_grad():
             for part in self.parts:
@@ -72,8 +77,7 @@ class FlatLosses(nn.Module):
     def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         device = self.flat_P.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.flat_P.grad = None
-        parts = _Divided.apply(self.flat_P, self.parts, dtype)
+        parts = _Divided.apply(self.flat_P, self.parts, dtype, self.gradient_P, self._gradients)
         named = {part.name: of for part, of in zip(self.parts, parts, strict=True)}
         losses: dict[str, Tensor] = functional_call(self.losses, named, (rows, batch))
         return losses
@@ -81,22 +85,20 @@ class FlatLosses(nn.Module):
     def backward(self, loss: Tensor) -> None:
         """Gradients of all weights; begins their mean over the ranks."""
         loss.backward(self._ranks)
-        assert self.flat_P.grad is not None
-        for part, weight in zip(self.parts, self.weights, strict=True):
-            weight.grad = part.of(self.flat_P.grad)
+        for weight, gradient in zip(self.weights, self._gradients, strict=True):
+            weight.grad = gradient
         if self.group.size() > 1:
-            sent = self.flat_P.grad.mul_(1 / self.group.size()).to(self.wire)
+            sent = self.gradient_P.mul_(1 / self.group.size()).to(self.wire)
             self._pending.append((dist.all_reduce(sent, group=self.group, async_op=True), sent))
 
     def gradient(self) -> Tensor:
         """The gradient [P], the mean of the ranks'."""
-        assert self.flat_P.grad is not None
         while self._pending:
             work, summed = self._pending.pop()
             work.wait()
-            if summed is not self.flat_P.grad:
-                self.flat_P.grad.copy_(summed)
-        return self.flat_P.grad
+            if summed is not self.gradient_P:
+                self.gradient_P.copy_(summed)
+        return self.gradient_P
 
 
 def _parts(losses: SampledLosses) -> list[_Part]:
@@ -113,8 +115,10 @@ def _parts(losses: SampledLosses) -> list[_Part]:
     cast = {name: id(weight) in linear - of_pairs for name, weight in weights.items()}
     parts, start = [], 0
     for name in sorted(weights, key=lambda name: not cast[name]):
-        parts.append(_Part(name, start, weights[name].shape, cast[name]))
-        start = _aligned(start + weights[name].numel())
+        weight = weights[name]
+        strides = torch.empty(weight.shape, device="meta").stride()
+        parts.append(_Part(name, start, weight.shape, strides, cast[name]))
+        start = _aligned(start + weight.numel())
     return parts
 
 
@@ -123,12 +127,20 @@ def _aligned(numbers: int) -> int:
 
 
 class _Divided(torch.autograd.Function):
-    """The parts of all weights, those to cast in `dtype`."""
+    """The parts of all weights, those to cast in `dtype`. Their gradients go to `gradient_P`, of which `gradients` are
+    the parts, and not to the flat parameter's: autograd would copy them."""
 
     @staticmethod
-    def forward(ctx: Any, flat_P: Tensor, parts: Sequence[_Part], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        flat_P: Tensor,
+        parts: Sequence[_Part],
+        dtype: torch.dtype | None,
+        gradient_P: Tensor,
+        gradients: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.parts, ctx.like = parts, flat_P.detach()
+        ctx.gradient_P, ctx.gradients = gradient_P, gradients
         full = flat_P.detach()
         end = max((part.start + _aligned(part.shape.numel()) for part in parts if part.cast), default=0)
         low = full if dtype is None else full[:end].to(dtype)
@@ -136,7 +148,7 @@ class _Divided(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
-        total_P = torch.zeros_like(ctx.like)
-        copy_all((part.of(total_P), of) for part, of in zip(ctx.parts, gradients, strict=True) if of is not None)
-        return total_P, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.gradient_P.zero_()
+        copy_all((part, of) for part, of in zip(ctx.gradients, gradients, strict=True) if of is not None)
+        return (None,) * 5
