@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from logitmix.modules.batch import Batch
 from logitmix.modules.model import SampledLosses
@@ -69,6 +68,7 @@ class FlatLosses(nn.Module):
                 of_flat.copy_(weights[part.name])
                 weights[part.name].data = of_flat
         self.weights = [weights[part.name] for part in self.parts]
+        self._places = _places(losses, self.weights)
 
     @property
     def losses(self) -> SampledLosses:
@@ -78,9 +78,18 @@ class FlatLosses(nn.Module):
         device = self.flat_P.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         parts = _Divided.apply(self.flat_P, self.parts, dtype, self.gradient_P, self._gradients)
-        named = {part.name: of for part, of in zip(self.parts, parts, strict=True)}
-        losses: dict[str, Tensor] = functional_call(self.losses, named, (rows, batch))
-        return losses
+        # What torch's functional_call does, which looks through all modules for the places each time.
+        self._place(parts)
+        try:
+            losses: dict[str, Tensor] = self.losses(rows, batch)
+            return losses
+        finally:
+            self._place(self.weights)
+
+    def _place(self, weights: Sequence[Tensor]) -> None:
+        for places, weight in zip(self._places, weights, strict=True):
+            for parameters, name in places:
+                parameters[name] = weight
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of all weights; begins their mean over the ranks."""
@@ -120,6 +129,16 @@ def _parts(losses: SampledLosses) -> list[_Part]:
         parts.append(_Part(name, start, weight.shape, strides, cast[name]))
         start = _aligned(start + weight.numel())
     return parts
+
+
+def _places(losses: SampledLosses, weights: Sequence[Tensor]) -> list[list[tuple[dict[str, Any], str]]]:
+    """Of each weight, the modules' parameters that it is one of, and its name there."""
+    found: dict[int, list[tuple[dict[str, Any], str]]] = {id(weight): [] for weight in weights}
+    for module in losses.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                found[id(weight)].append((module._parameters, name))
+    return [found[id(weight)] for weight in weights]
 
 
 def _aligned(numbers: int) -> int:
