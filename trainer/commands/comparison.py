@@ -83,9 +83,11 @@ from logitmix.trainer.run.results import (
 from logitmix.trainer.step.memory import set_up_memory
 from logitmix.trainer.stopping import Stopping
 
+SASREC = {"model.encoder.kind": "sasrec"}
 LEARNED: Mapping[str, dict[str, Any]] = {
-    "dot": {},
+    "dot": SASREC,
     "mol": {
+        **SASREC,
         "model.similarity.kind": "mol",
         "model.similarity.query_components": 4,
         "model.similarity.item_components": 4,

@@ -21,6 +21,9 @@ STEPS = 300
 """Fewest steps between two evaluations."""
 MOST_STEPS = 30_000
 """Most steps of training; patience usually ends it long before."""
+HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
+"""Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
+suffice (benchmarks/notes/own-data.md)."""
 EMA = 0.99
 AVERAGED = 1_000_000
 """Most items whose rows are averaged: every tenth step passes over all of them, whatever a batch asks for."""
@@ -59,6 +62,8 @@ def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
         "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {steps:,} steps"),
         "train.epochs": (max(3, MOST_STEPS // steps), "or until validation stops rising"),
     }
+    if actions >= HSTU_ACTIONS and mean >= HSTU_MEAN:
+        settings["model.encoder.kind"] = ("hstu", f"ahead of SASRec with {actions:,} actions of long histories")
     if items <= AVERAGED:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
     if users > RANKED:

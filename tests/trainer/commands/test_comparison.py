@@ -15,8 +15,9 @@ import two_ranks
 from small_data import ITEMS, interrupted, write_dataset, write_late_items
 
 from logitmix.trainer import cli, loop
-from logitmix.trainer.commands import comparison
+from logitmix.trainer.commands import comparison, sizing
 from logitmix.trainer.commands.comparison import compare, next_step, verdict, with_intervals
+from logitmix.trainer.commands.sizing import load_sized
 from logitmix.trainer.config import Config, dump_toml, with_settings
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -358,6 +359,22 @@ def test_features_are_those_of_all_learned_methods(tmp_path: Path) -> None:
     assert config.first and config.model.features == config.first.model.features == ("brand",)
     assert config.model.item_id_dropout == 0.1
     assert comparison.config_of("dot", dataset, 2.0, 1, {"model.features": []}).model.item_id_dropout == 0
+
+
+def test_the_methods_encoders_are_the_same_where_auto_takes_hstu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data"))
+
+    def kinds() -> list[str]:
+        configs = [comparison.config_of(name, dataset, 5, 1) for name in comparison.LEARNED]
+        return [of.model.encoder.kind for config in configs for of in (config, config.first) if of]
+
+    before = kinds()
+    monkeypatch.setattr(sizing, "HSTU_ACTIONS", 1)
+    monkeypatch.setattr(sizing, "HSTU_MEAN", 1)
+    assert load_sized("auto", str(tmp_path / "data"))[0].model.encoder.kind == "hstu"
+    assert kinds() == before == ["sasrec", "sasrec", "sasrec", "hstu"]
 
 
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from logitmix.modules.config import MoLConfig
+from logitmix.modules.config import HSTUConfig, MoLConfig, PooledConfig, SASRecConfig
 from logitmix.trainer import api, cli
 from logitmix.trainer.commands.sizing import AUTO, load_sized, settled, sized
 from logitmix.trainer.config import Config, dump_toml, load_recipe, recipe_names, with_settings
@@ -69,6 +69,25 @@ def test_item_features_are_taken_and_no_others() -> None:
 def test_weights_are_averaged_where_the_items_are_not_too_many() -> None:
     assert sized(described(10, 1_000_000, 100))["train.ema"][0] == 0.99
     assert "train.ema" not in sized(described(10, 1_000_001, 100))
+
+
+def test_hstu_encodes_long_histories_where_the_actions_are_many(
+    clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for users, actions in ((943, 100_000), (2_666, 399_999), (2_667, 400_000)):
+        assert "model.encoder.kind" not in sized(described(users, 3_000, actions))
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
+    path = str(clicks)
+    cli.main(["train", "auto", "--data.path", path])
+    said = "encoder.kind hstu (ahead of SASRec with 400,000 actions of long histories)"
+    assert said in " ".join(capsys.readouterr().err.split())
+    for kind in ("sasrec", "pooled"):
+        cli.main(["train", "auto", "--data.path", path, "--model.encoder.kind", kind])
+        assert "encoder.kind" not in capsys.readouterr().err
+    api.train("auto", "run", {"data.path": path, "model.encoder.kind": "sasrec"})
+    blocks = {"blocks": 2, "heads": 1, "dropout": 0.2, "max_length": 200}
+    sasrec = SASRecConfig(**blocks)
+    assert [of.model.encoder for of in to_train] == [HSTUConfig(**blocks), sasrec, PooledConfig(max_length=200), sasrec]
 
 
 def test_what_is_said_stands_above_what_is_sized(
