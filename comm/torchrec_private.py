@@ -46,6 +46,8 @@ NAMES = {
         "_init_from_local_shards_and_global_metadata",
         "_process_group",
     ),
+    # Where a module has its weights.
+    "torch.nn.modules.module": ("_parameters",),
     # The time limits of collectives, and how many a rank has begun.
     "torch.distributed.distributed_c10d": (
         "_get_backend",

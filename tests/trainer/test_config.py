@@ -232,7 +232,15 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
     if kind == "mol":
         others["model.similarity.gating"] = "joint"
     for flag, value in flatten(config).items():
-        if flag in ("model.similarity.kind", "model.encoder.kind", "model.loss.kind", "data.validation"):
+        # data.negatives excludes the last one.
+        kept = (
+            "model.similarity.kind",
+            "model.encoder.kind",
+            "model.loss.kind",
+            "data.validation",
+            "model.loss.resample",
+        )
+        if flag in kept:
             others[flag] = value
             continue
         if flag not in others:
@@ -338,3 +346,9 @@ def test_an_unknown_recipe_names_the_nearest_and_all(tmp_path: Path) -> None:
 def test_the_configuration_imports_no_torch() -> None:
     code = "import sys, logitmix.trainer.config; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_explicit_negatives_are_not_resampled() -> None:
+    text = '[data]\nnegatives = ["shown"]\n[model.loss]\nshare = "sequence"\nresample = 8'
+    with pytest.raises(ValueError, match=r"^here: model\.loss\.resample is 8, .* data\.negatives; set it to 0"):
+        load_toml(text, "here")

@@ -180,9 +180,9 @@ def lines() -> Iterator[Case]:
         yield case("not UTF-8 in the item", line(b"1", b"\xc3", b"7"), "not UTF-8|not JSON in UTF-8")
         yield case("UTF-8 that is overlong", line(b"\xc0\xaf", b"4", b"7"), "not UTF-8|not JSON in UTF-8")
         yield case("surrogate in UTF-8", line(b"\xed\xa0\x80", b"4", b"7"), "not UTF-8|not JSON in UTF-8")
-        yield case("NUL bytes alone", bytes(9), "has 1 fields, not|not JSON in UTF-8")
+        yield case("NUL bytes alone", bytes(9), "has 1 field, not|not JSON in UTF-8")
         yield case("byte-order mark inside", line(b"\xef\xbb\xbf9", b"4", b"7"), actions=7)
-        yield case("word alone", b"word", "has 1 fields, not|not JSON in UTF-8")
+        yield case("word alone", b"word", "has 1 field, not|not JSON in UTF-8")
         if kind != "table":
             two = line(b"1", b"4", b"7") + b"\r" + line(b"1", b"5", b"8")
             yield case("CR", two, r"has \d fields, not . \(lines must end in LF|not JSON in UTF-8")
@@ -462,7 +462,7 @@ def tables() -> Iterator[Case]:
         ("id is empty", b"item,a\n4,5\n,6\n", "the id is empty"),
         ("id has a NUL", b"item,a\n4,5\n5\0,6\n", "the id has a NUL byte"),
         ("id is not UTF-8", b"item,a\n4,5\n\xff,6\n", "not UTF-8"),
-        ("too few fields", b"item,a\n4,5\n5\n", "has 1 fields, not 2"),
+        ("too few fields", b"item,a\n4,5\n5\n", "has 1 field, not 2"),
     ):
         files = {"in.csv": GOOD["table"], "items.csv": content}
         rejects = (("items.csv", 3, problem),)
@@ -737,7 +737,7 @@ def test_names_that_are_not_utf_8(within: str, tmp_path: Path) -> None:
     )
     source = preparing.prepare(options, Console(quiet=True))["source"]
     assert source["name"] == (within or "caf\\udce9.csv") and list(source["sha256"]) == ["caf\\udce9.csv"]
-    assert "caf\\udce9.csv\t5\thas 1 fields" in (tmp_path / "out" / "rejects.tsv").read_text()
+    assert "caf\\udce9.csv\t5\thas 1 field, not 3" in (tmp_path / "out" / "rejects.tsv").read_text()
 
 
 def measured(of: Format, source: Path, out: Path) -> tuple[int, str]:
