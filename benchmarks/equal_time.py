@@ -1,0 +1,181 @@
+"""MoL beside the dot product that it begins from, trained on for as long, by the width of the embeddings.
+
+    python -m benchmarks.equal_time --source FOLDER [--datasets half,ml-100k] [--widths 16,64] [--seeds 3]
+        [--out runs/equal-time] [--plot docs/equal-time.svg]
+
+For each dataset, width and seed: a dot product, "start"; from its weights, MoL (4x4) with 128 of 2,048 negatives
+(model.loss.resample); and, from the same weights, the dot product for as many epochs as take MoL's CPU time, with the
+recipe's negatives and with 2,048. One thread, FP32, no refits; each run is tested after its best epoch on validation.
+The table has the means over the seeds, and MoL less the dot products over the same users, with the standard error over
+the users or the seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip` and `half/`, which holds the lines of
+users 1 to 2,999 of MovieLens-1M's `ratings.dat`. A run that is complete in --out is not repeated.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from benchmarks.arms import prepare
+from benchmarks.measure import cpu_seconds, drawing, logitmix, machine, print_table, words_of
+from logitmix.trainer.run.metrics import read_rows
+from logitmix.trainer.run.results import read_ranks, read_results
+
+METRICS = ("hr@10", "hr@50", "hr@200")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    recipe: str
+    settings: dict[str, Any]
+    start: int
+    """Epochs of the first dot product."""
+    mol: int
+    """Epochs of MoL."""
+
+
+HSTU = {"model.encoder.blocks": 2, "model.encoder.heads": 1, "train.batch-size": 16}
+DATASETS = {
+    "ml-1m": Dataset("MovieLens-1M", "ml-1m-hstu", HSTU, 20, 5),
+    "half": Dataset("MovieLens-1M, half", "ml-1m-hstu", HSTU, 20, 5),
+    "ml-100k": Dataset("MovieLens-100K", "ml-1m-dot", {"model.encoder.max-length": 100, "train.batch-size": 32}, 24, 8),
+    "interests": Dataset("disjoint interests", "auto", {"train.patience": 0}, 60, 16),
+}
+MOL = {
+    "model.similarity.kind": "mol",
+    "model.similarity.query-components": 4,
+    "model.similarity.item-components": 4,
+    "model.similarity.gate-hidden": 32,
+    "model.similarity.projection-hidden": 128,
+    "model.loss.resample": 128,
+}
+MORE = {"model.loss.share": "sequence", "model.loss.negatives": 2048}
+MORE_TIME = 1.7
+"""About how much longer an epoch of the dot product takes with them."""
+ARMS = {"start": "0.6", "dot": "tab:blue", "dot-2048": "tab:green", "mol": "tab:orange"}
+"""With their colors."""
+
+
+@dataclass(frozen=True)
+class Options:
+    source: str
+    datasets: str = ",".join(DATASETS)
+    widths: str = "64"
+    seeds: int = 1
+    out: str = "runs/equal-time"
+    plot: str = ""
+    """File of the plot of HR@10 on validation against CPU time."""
+
+
+def main(options: Options) -> None:
+    out, rows, drawn = Path(options.out), [], {}
+    for name in options.datasets.split(","):
+        prepared(out / "data" / name, name, Path(options.source))
+        for width in map(int, options.widths.split(",")):
+            found = [trained(out, name, width, seed) for seed in range(options.seeds)]
+            drawn[name, width] = found
+            rows += table_rows(f"{DATASETS[name].name}, D = {width}", found)
+            print(*rows[-6:], sep="\n", flush=True)
+    print_table(("", "CPU s", "epochs", *METRICS), rows, f"{options.seeds} seeds, 1 thread; {machine()}", 150)
+    if options.plot:
+        plot(Path(options.plot), drawn)
+
+
+def prepared(path: Path, name: str, source: Path) -> None:
+    if name != "half":
+        prepare(path, name, str(source))
+    elif not (path / "dataset.json").exists():
+        logitmix("prepare", "ml-1m", "--source", str(source / "half"), "--out", str(path))
+
+
+def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
+    """The runs of a seed."""
+    dataset, runs = DATASETS[name], {of: out / f"{name}-{width}-{of}-{seed}" for of in ARMS}
+    base = {"data.path": out / "data" / name, "train.seed": seed, "train.threads": 1, "train.precision": "fp32"}
+    base |= dataset.settings | {"model.dim": width, "evaluate.baselines": False}
+
+    def train(of: str, epochs: int, settings: dict[str, Any]) -> float:
+        """CPU seconds of an epoch."""
+        run, spent = runs[of], runs[of].with_suffix(".json")
+        every = max(1, epochs // 5)
+        words = words_of(base | {"train.epochs": epochs, "evaluate.every-epochs": every, "run": run} | settings)
+        if not spent.exists():
+            seconds = cpu_seconds(lambda: logitmix("train", dataset.recipe, *words))
+            spent.write_text(json.dumps({"cpu_s": seconds, "epochs": epochs}))
+        return float(json.loads(spent.read_text())["cpu_s"]) / epochs
+
+    of_start = train("start", dataset.start, {"train.schedule": "wsd"})
+    then = {"warm-start": runs["start"], "train.schedule": "linear"}
+    of_mol = train("mol", dataset.mol, MORE | MOL | then)
+    of_dot = train("dot", max(1, round(dataset.mol * of_mol / of_start)), then)
+    train("dot-2048", max(1, round(dataset.mol * of_mol / (MORE_TIME * of_dot))), MORE | then)
+    return runs
+
+
+def table_rows(title: str, found: list[dict[str, Path]]) -> list[tuple[str, ...]]:
+    """The means of the runs, and MoL's differences."""
+    rows, ranks = [], {}
+    for of in ARMS:
+        spent = [json.loads(runs[of].with_suffix(".json").read_text()) for runs in found]
+        results = [read_results(runs[of]) for runs in found]
+        ranks[of] = np.stack([read_ranks(runs[of]) for runs in found])
+        means = [f"{np.mean([of_run[metric] for of_run in results]):.4f}" for metric in METRICS]
+        seconds = f"{np.mean([of_run['cpu_s'] for of_run in spent]):.0f}"
+        rows.append((f"{title}: {of}", seconds, f"{np.mean([of_run['epochs'] for of_run in spent]):.0f}", *means))
+    for of in ("dot", "dot-2048"):
+        less = [difference(ranks["mol"], ranks[of], int(metric.removeprefix("hr@"))) for metric in METRICS]
+        rows.append((f"{title}: mol - {of}", "", "", *less))
+    return rows
+
+
+def difference(rank_SU: np.ndarray, other_SU: np.ndarray, k: int) -> str:
+    """Of the hit rates of some seeds' runs, with its standard error."""
+    less_SU = (rank_SU <= k).astype(float) - (other_SU <= k)
+    S, U = less_SU.shape
+    of_seeds = less_SU.mean(1).std(ddof=1) / np.sqrt(S) if S > 1 else 0.0
+    return f"{less_SU.mean():+.4f} ± {max(of_seeds, less_SU.mean(0).std(ddof=1) / np.sqrt(U)):.4f}"
+
+
+def plot(path: Path, drawn: dict[tuple[str, int], list[dict[str, Path]]]) -> None:
+    names, widths = (list(dict.fromkeys(key[at] for key in drawn)) for at in (0, 1))
+    with drawing(path, len(widths), len(names), figsize=(3.2 * len(names), 2.7 * len(widths)), squeeze=False) as (
+        _,
+        panels,
+    ):
+        for (name, width), found in drawn.items():
+            panel = panels[widths.index(width)][names.index(name)]
+            for of, color in ARMS.items():
+                for seed, runs in enumerate(found):
+                    panel.plot(*curve(runs, of), color=color, linewidth=1, label=None if seed else of)
+            panel.set_title(f"{DATASETS[name].name}, D = {width}", fontsize=9)
+            panel.set_xlabel("CPU seconds", fontsize=8)
+            panel.tick_params(labelsize=8)
+        panels[0][0].set_ylabel("HR@10 on validation", fontsize=8)
+        panels[0][0].legend(fontsize=8)
+
+
+def curve(runs: dict[str, Path], of: str) -> tuple[list[float], list[float]]:
+    """CPU seconds from the beginning of the start, and HR@10 on validation; a run that goes on begins where the best
+    epoch of the start lies."""
+    spent = {name: json.loads(run.with_suffix(".json").read_text()) for name, run in runs.items()}
+
+    def points(name: str, at: float) -> list[tuple[float, float]]:
+        rows = read_rows(runs[name], "validation")
+        last = max(row["step"] for row in rows)
+        return [(at + spent[name]["cpu_s"] * row["step"] / last, row["hr@10"]) for row in rows]
+
+    begun = points("start", 0.0)
+    if of != "start":
+        begun = [
+            (spent["start"]["cpu_s"], max(begun, key=lambda point: point[1])[1]),
+            *points(of, spent["start"]["cpu_s"]),
+        ]
+    return [x for x, _ in begun], [y for _, y in begun]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
