@@ -23,7 +23,7 @@ from logitmix.comm.codec import DIRECTIONS, FP32, Codec, RowLayout, width_of
 from logitmix.comm.config import CODECS, Direction, WireConfig
 
 
-class RowRun(NamedTuple):
+class RowSpan(NamedTuple):
     """Consecutive rows of one layout."""
 
     rows: int
@@ -45,20 +45,20 @@ class CodedRows(NamedTuple):
 
 
 class End(NamedTuple):
-    """One end of an exchange: the runs that go to or come from each rank, and how all of them lie in memory."""
+    """One end of an exchange: the spans of rows that go to or come from each rank, and how all lie in memory."""
 
-    runs_by_rank: Sequence[Sequence[RowRun]]
+    spans_by_rank: Sequence[Sequence[RowSpan]]
     blocks: Sequence[CodedRows]
 
 
-def stacked(runs_by_rank: Sequence[Sequence[RowRun]]) -> End:
-    """A flat tensor of the ranks' runs, one after the other."""
+def stacked(spans_by_rank: Sequence[Sequence[RowSpan]]) -> End:
+    """A flat tensor of the ranks' spans, one after the other."""
     blocks, start = [], 0
-    for layout, alike in groupby((run for runs in runs_by_rank for run in runs), key=lambda run: run.layout):
-        rows, width = sum(run.rows for run in alike), width_of(layout)
+    for layout, alike in groupby((span for spans in spans_by_rank for span in spans), key=lambda span: span.layout):
+        rows, width = sum(span.rows for span in alike), width_of(layout)
         blocks.append(CodedRows(rows, layout, start, width))
         start += rows * width
-    return End(runs_by_rank, blocks)
+    return End(spans_by_rank, blocks)
 
 
 def side_by_side(rows: int, layout_by_rank: Sequence[RowLayout]) -> End:
@@ -68,7 +68,7 @@ def side_by_side(rows: int, layout_by_rank: Sequence[RowLayout]) -> End:
     for layout in layout_by_rank:
         blocks.append(CodedRows(rows, layout, start, stride))
         start += width_of(layout)
-    return End([[RowRun(rows, layout)] for layout in layout_by_rank], blocks)
+    return End([[RowSpan(rows, layout)] for layout in layout_by_rank], blocks)
 
 
 _SAMPLED_ROWS = 4096
@@ -212,7 +212,7 @@ class Exchange:
             encoded = self._encode("backward", gradient, self.requester)
         else:
             # Every addend has the same gradient: encoded once, sent to each.
-            addend = stacked(self.requester.runs_by_rank[:1])
+            addend = stacked(self.requester.spans_by_rank[:1])
             encoded = self._encode("backward", gradient, addend).repeat(self.group.size())
         self._send("backward", encoded, self.requester, self.owner)
 
@@ -264,7 +264,8 @@ class Exchange:
         codec = self.wire.codecs[direction]
         send, receive = (
             _Segments.of(
-                [sum(run.rows * codec.row_bytes(run.layout) for run in runs) for runs in end.runs_by_rank], self.group
+                [sum(span.rows * codec.row_bytes(span.layout) for span in spans) for spans in end.spans_by_rank],
+                self.group,
             )
             for end in (sender, receiver)
         )

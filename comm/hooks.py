@@ -36,7 +36,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 
 from logitmix.comm.codec import RowLayout, Segment, width_of
 from logitmix.comm.config import WireConfig
-from logitmix.comm.exchange import Exchange, RowRun, Wire, side_by_side, stacked
+from logitmix.comm.exchange import Exchange, RowSpan, Wire, side_by_side, stacked
 
 # TorchRec compiles parts of a sharded module, but an exchange keeps state between two calls.
 eager: Callable[[Any], Any] = torch.compiler.disable
@@ -151,11 +151,11 @@ class SequenceAllToAll(nn.Module):
 
     def _runs(
         self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
-    ) -> tuple[list[list[RowRun]], list[list[RowRun]]]:
+    ) -> tuple[list[list[RowSpan]], list[list[RowSpan]]]:
         if not self.wire.sampling or rows_FW is None:
             # Any feature's name will do: nothing depends on it.
-            return [[RowRun(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
-                [RowRun(rows, (Segment(_name(layout), D),))]
+            return [[RowSpan(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
+                [RowSpan(rows, (Segment(_name(layout), D),))]
                 for rows, layout in zip(received, self.layout_by_rank, strict=True)
             ]
         # Samples are counted by table, and only the owners know how many rows each of their features sends.
@@ -168,8 +168,8 @@ class SequenceAllToAll(nn.Module):
             to_receive = to_send
         rows_WF = [rows.tolist() for rows in to_receive.split(counts)]
         return (
-            [_runs_by_segment(rows, self.layout) for rows in rows_FW.t().tolist()],
-            [_runs_by_segment(rows, layout) for rows, layout in zip(rows_WF, self.layout_by_rank, strict=True)],
+            [_spans_by_segment(rows, self.layout) for rows in rows_FW.t().tolist()],
+            [_spans_by_segment(rows, layout) for rows, layout in zip(rows_WF, self.layout_by_rank, strict=True)],
         )
 
     def _order(
@@ -211,9 +211,9 @@ def _name(layout: RowLayout) -> str:
     return layout[0].table if layout else ""
 
 
-def _runs_by_segment(rows: Sequence[int], layout: RowLayout) -> list[RowRun]:
+def _spans_by_segment(rows: Sequence[int], layout: RowLayout) -> list[RowSpan]:
     """A separate run for each segment."""
-    return [RowRun(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
+    return [RowSpan(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 
 class PooledAllToAll(nn.Module):
@@ -237,7 +237,7 @@ class PooledAllToAll(nn.Module):
         exchange = Exchange(
             self.wire,
             self.group,
-            owner=stacked([[RowRun(count, layout)] for count in users]),
+            owner=stacked([[RowSpan(count, layout)] for count in users]),
             requester=side_by_side(users[mine], self.layout_by_rank),
             requester_shape=(users[mine], sum(map(width_of, self.layout_by_rank))),
             counted=[(layout, sum(users) - users[mine])],
@@ -261,9 +261,9 @@ class VariablePooledAllToAll(nn.Module):
     ) -> PooledEmbeddingsAwaitable:
         """Flat `local_embs`, by rank and own feature, becomes flat, by rank and that rank's feature."""
         layout = self.layout_by_rank[self.group.rank()]
-        sent = _runs_by_rank(batch_size_per_rank_per_feature, layout, self.group.size())
+        sent = _spans_by_rank(batch_size_per_rank_per_feature, layout, self.group.size())
         bags = iter(batch_size_per_feature_pre_a2a)
-        received = [[RowRun(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
+        received = [[RowSpan(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
         exchange = Exchange(
             self.wire,
             self.group,
@@ -293,11 +293,11 @@ class ReduceScatter(nn.Module):
         """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become sums of this rank's users."""
         W, mine = self.group.size(), self.group.rank()
         if batch_size_per_rank_per_feature is not None:
-            sent = _runs_by_rank(batch_size_per_rank_per_feature, self.layout, W)
+            sent = _spans_by_rank(batch_size_per_rank_per_feature, self.layout, W)
             shape: tuple[int, ...] = (_elements(sent[mine : mine + 1]),)
         else:
             users = list(input_splits) if input_splits else [len(local_embs) // W] * W
-            sent, shape = [[RowRun(count, self.layout)] for count in users], (users[mine], local_embs.shape[1])
+            sent, shape = [[RowSpan(count, self.layout)] for count in users], (users[mine], local_embs.shape[1])
         exchange = Exchange(
             self.wire,
             self.group,
@@ -310,17 +310,17 @@ class ReduceScatter(nn.Module):
         return _pooled(exchange, local_embs)
 
 
-def _runs_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[RowRun]]:
+def _spans_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[RowSpan]]:
     """A rank without features gets no list of bags from TorchRec."""
-    return [_runs_by_segment(bags, layout) for bags in bags_WF] if layout else [[] for _ in range(W)]
+    return [_spans_by_segment(bags, layout) for bags in bags_WF] if layout else [[] for _ in range(W)]
 
 
-def _elements(runs_by_rank: Sequence[Sequence[RowRun]]) -> int:
-    return sum(run.rows * width_of(run.layout) for runs in runs_by_rank for run in runs)
+def _elements(spans_by_rank: Sequence[Sequence[RowSpan]]) -> int:
+    return sum(span.rows * width_of(span.layout) for spans in spans_by_rank for span in spans)
 
 
-def _leaving(runs_by_rank: Sequence[Sequence[RowRun]], mine: int) -> list[tuple[RowLayout, int | Tensor]]:
-    return [(run.layout, run.rows) for rank, runs in enumerate(runs_by_rank) if rank != mine for run in runs]
+def _leaving(spans_by_rank: Sequence[Sequence[RowSpan]], mine: int) -> list[tuple[RowLayout, int | Tensor]]:
+    return [(span.layout, span.rows) for rank, spans in enumerate(spans_by_rank) if rank != mine for span in spans]
 
 
 def _pooled(exchange: Exchange, values: Tensor, callbacks: Any = ()) -> PooledEmbeddingsAwaitable:

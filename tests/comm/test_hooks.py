@@ -35,7 +35,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 
 from logitmix.comm.codec import DIRECTIONS, Segment
 from logitmix.comm.config import WireConfig
-from logitmix.comm.exchange import QUALITY, Exchange, RowRun, Wire, stacked
+from logitmix.comm.exchange import QUALITY, Exchange, RowSpan, Wire, stacked
 from logitmix.comm.fp8 import BACKWARD_FP8, FORWARD_FP8, SCALE_BYTES, dequantize_rowwise, quantize_rowwise
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks, process_group
@@ -397,7 +397,7 @@ def seeded(ranks: Ranks) -> list[Tensor]:
 def rounded_by_each() -> tuple[Tensor, Tensor]:
     """One and the same gradient of this rank's rows [4, 64], as each of both ranks has rounded it at random."""
     gradient_RD = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
-    row_RD, end = torch.zeros(8, 64, requires_grad=True), stacked([[RowRun(4, (Segment("a", 64),))]] * 2)
+    row_RD, end = torch.zeros(8, 64, requires_grad=True), stacked([[RowSpan(4, (Segment("a", 64),))]] * 2)
     with process_group("cpu", 60) as ranks:
         wire = Wire(WireConfig(backward="fp8_stochastic"))
         wire.begin_step(1)
@@ -640,11 +640,11 @@ def test_ranks_round_at_random_independently() -> None:
 
 def test_rounding_does_not_depend_on_what_is_sampled() -> None:
     """Only samples need the rows of several tables apart: logging more often must not change a run."""
-    apart = [RowRun(3, (Segment("a", 8),)), RowRun(0, (Segment("b", 8),)), RowRun(5, (Segment("c", 8),))]
+    apart = [RowSpan(3, (Segment("a", 8),)), RowSpan(0, (Segment("b", 8),)), RowSpan(5, (Segment("c", 8),))]
     gradient_RD, arrived = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), []
     with process_group("cpu", 60) as ranks:
         wire = Wire(WireConfig(backward="fp8_stochastic", emulate=True))
-        for runs in (apart, [RowRun(8, (Segment("a", 8),))]):
+        for runs in (apart, [RowSpan(8, (Segment("a", 8),))]):
             wire.begin_step(1)
             row_RD = torch.zeros(8, 8, requires_grad=True)
             exchange = Exchange(wire, ranks.group, stacked([runs]), stacked([runs]), (8, 8))

@@ -5,7 +5,7 @@ from torch import Tensor
 from logitmix.comm import exchange
 from logitmix.comm.codec import Segment
 from logitmix.comm.config import WireConfig
-from logitmix.comm.exchange import Exchange, RowRun, Wire, stacked
+from logitmix.comm.exchange import Exchange, RowSpan, Wire, stacked
 from logitmix.comm.process_group import Ranks, process_group
 
 SENT = ((1, 3), (0, 2))
@@ -32,8 +32,8 @@ def _exchanged(ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     rows = Exchange(
         wire,
         ranks.group,
-        owner=stacked([[RowRun(rows, LAYOUT)] for rows in sent]),
-        requester=stacked([[RowRun(rows, LAYOUT)] for rows in received]),
+        owner=stacked([[RowSpan(rows, LAYOUT)] for rows in sent]),
+        requester=stacked([[RowSpan(rows, LAYOUT)] for rows in received]),
         requester_shape=(sum(received), 5),
         counted=[(LAYOUT, sent[1 - mine])],
     ).start(values)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from logitmix.comm.codec import Segment
-from logitmix.comm.exchange import Exchange, RowRun, Wire, stacked
+from logitmix.comm.exchange import Exchange, RowSpan, Wire, stacked
 from logitmix.comm.process_group import Ranks, limit_waiting
 from logitmix.trainer.parallel.ids import IdExchange
 
@@ -87,20 +87,20 @@ class PeerGradients:
         self.widths = widths = [of.shape[1] for of in gradients]
         self.sizes = [[rows * width for rows, width in zip(of, widths, strict=True)] for of in self.ids.counts]
         segments = [Segment(table + SUFFIX, width) for table, width in zip(self.tables, widths, strict=True)]
-        runs = [
-            [RowRun(rows, (segment,)) for rows, segment in zip(of_peer, segments, strict=True)]
+        spans = [
+            [RowSpan(rows, (segment,)) for rows, segment in zip(of_peer, segments, strict=True)]
             for of_peer in self.ids.counts
         ]
         mine, count = self.peers.rank(), self.peers.size()
-        others = [of for peer, of in enumerate(runs) if peer != mine]
+        others = [of for peer, of in enumerate(spans) if peer != mine]
         self.exchange = Exchange(
             self.wire,
             self.peers,
-            owner=stacked(runs),
-            requester=stacked([runs[mine]] * count),
+            owner=stacked(spans),
+            requester=stacked([spans[mine]] * count),
             requester_shape=(),
             summed=True,
-            counted=[(run.layout, run.rows) for of in others for run in of],
+            counted=[(span.layout, span.rows) for of in others for span in of],
             owner_like=(torch.Size([sum(map(sum, self.sizes))]), torch.float32),
         )
         self.exchange.send_gradients(torch.cat([of.flatten() for of in gradients]))
