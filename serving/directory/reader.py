@@ -75,14 +75,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         return _manifest(path)
 
 
-def read_ids(path: Path) -> tuple[list[str], list[str]]:
-    """The raw ids of a serving directory's items, and those of the items that were removed; no other file is read."""
+def read_ids(path: Path) -> tuple[Texts, int]:
+    """The raw ids of a serving directory's items, those of removed ones behind the others, of which so many are; no
+    other file is read."""
     with _advising(path):
         manifest = _manifest(path)
         about = about_of(path / MANIFEST, manifest)
         check_file(path / IDS, manifest["files"][IDS], MANIFEST)
-        ids = _texts(path / IDS, _read_tensors(path / IDS, manifest["files"][IDS]["tensors"]), "raw_ids")[:]
-    return ids[: about.num_items], ids[about.num_items :]
+        ids = _texts(path / IDS, _read_tensors(path / IDS, manifest["files"][IDS]["tensors"]), "raw_ids")
+    return ids, about.num_items
 
 
 def checked_extra(path: Path, name: str) -> Path:

@@ -42,7 +42,7 @@ from logitmix.trainer.data.limited import held_out, limited, said_of_limit
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history
 from logitmix.trainer.export.card import Facts, read_facts, write_card
-from logitmix.trainer.export.catalog import Catalog, in_order, in_words, planned, texts_of, write_planned
+from logitmix.trainer.export.catalog import Catalog, as_arrow, in_order, in_words, planned, texts_of, write_planned
 from logitmix.trainer.export.columns import dataset_columns, filter_columns
 from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
 from logitmix.trainer.export.programs import (
@@ -254,13 +254,18 @@ def export_model(
 def _undone(out: Path, staging: Path) -> str:
     """What `update-items` did to the export that is replaced and is not in this one; empty if there is nothing."""
     try:
-        (before, gone), (now, _) = reader.read_ids(out), reader.read_ids(staging)
+        (before, count), (now, left) = reader.read_ids(out), reader.read_ids(staging)
     except (ValueError, OSError):  # A damaged export may be replaced.
         return ""
-    here = set(now)
-    lost, back = [of for of in before if of not in here], [of for of in gone if of in here]
-    parts = [f"lacks {counted(len(lost), 'item')} of the export before, such as {lost[0]!r:.80}"] if lost else []
-    parts += [f"has {counted(len(back), 'item')} that it had removed, such as {back[0]!r:.80}"] if back else []
+    # As arrays: there may be many.
+    here_X = pc.is_in(as_arrow(before), value_set=as_arrow(now)[:left]).to_numpy(zero_copy_only=False)
+    (lost,), (back,) = (~here_X[:count]).nonzero(), here_X[count:].nonzero()
+    parts = []
+    if len(lost):
+        parts.append(f"lacks {counted(len(lost), 'item')} of the export before, such as {before[int(lost[0])]!r:.80}")
+    if len(back):
+        example = before[count + int(back[0])]
+        parts.append(f"has {counted(len(back), 'item')} that it had removed, such as {example!r:.80}")
     return f"this export {' and '.join(parts)}: --items and update-items change the catalog" if parts else ""
 
 
