@@ -12,6 +12,7 @@ users 1 to 2,999 of MovieLens-1M's `ratings.dat`. A run that is complete in --ou
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import tyro
 
 from benchmarks.arms import prepare
 from benchmarks.measure import cpu_seconds, drawing, logitmix, machine, print_table, words_of
-from logitmix.trainer.run.metrics import read_rows
+from logitmix.common.mappings import counted
+from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
 from logitmix.trainer.run.results import read_ranks, read_results
 
 METRICS = ("hr@10", "hr@50", "hr@200")
@@ -72,15 +74,14 @@ class Options:
 
 
 def main(options: Options) -> None:
-    out, rows, drawn = Path(options.out), [], {}
+    out, drawn = Path(options.out), {}
     for name in options.datasets.split(","):
         prepared(out / "data" / name, name, Path(options.source))
         for width in map(int, options.widths.split(",")):
             found = [trained(out, name, width, seed) for seed in range(options.seeds)]
             drawn[name, width] = found
-            rows += table_rows(f"{DATASETS[name].name}, D = {width}", found)
-            print(*rows[-6:], sep="\n", flush=True)
-    print_table(("", "CPU s", "epochs", *METRICS), rows, f"{options.seeds} seeds, 1 thread; {machine()}", 150)
+            title = f"{DATASETS[name].name}, D = {width}, {counted(options.seeds, 'seed')}, 1 thread; {machine()}"
+            print_table(("", "CPU s", "epochs", *METRICS), table_rows(found), title, 150)
     if options.plot:
         plot(Path(options.plot), drawn)
 
@@ -100,13 +101,14 @@ def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
 
     def train(of: str, epochs: int, settings: dict[str, Any]) -> float:
         """CPU seconds of an epoch."""
-        run, spent = runs[of], runs[of].with_suffix(".json")
-        every = max(1, epochs // 5)
+        run, every = runs[of], max(1, epochs // 5)
         words = words_of(base | {"train.epochs": epochs, "evaluate.every-epochs": every, "run": run} | settings)
-        if not spent.exists():
+        if not spent_file(run).exists():
+            # Of a run that goes on, the time before would not count.
+            shutil.rmtree(run, ignore_errors=True)
             seconds = cpu_seconds(lambda: logitmix("train", dataset.recipe, *words))
-            spent.write_text(json.dumps({"cpu_s": seconds, "epochs": epochs}))
-        return float(json.loads(spent.read_text())["cpu_s"]) / epochs
+            spent_file(run).write_text(json.dumps({"cpu_s": seconds, "epochs": epochs}))
+        return spent(run)["cpu_s"] / epochs
 
     of_start = train("start", dataset.start, {"train.schedule": "wsd"})
     then = {"warm-start": runs["start"], "train.schedule": "linear"}
@@ -116,19 +118,27 @@ def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
     return runs
 
 
-def table_rows(title: str, found: list[dict[str, Path]]) -> list[tuple[str, ...]]:
+def spent_file(run: Path) -> Path:
+    return run.with_suffix(".json")
+
+
+def spent(run: Path) -> dict[str, float]:
+    """CPU seconds and epochs of a run that is complete."""
+    found: dict[str, float] = json.loads(spent_file(run).read_text())
+    return found
+
+
+def table_rows(found: list[dict[str, Path]]) -> list[tuple[str, ...]]:
     """The means of the runs, and MoL's differences."""
     rows, ranks = [], {}
     for of in ARMS:
-        spent = [json.loads(runs[of].with_suffix(".json").read_text()) for runs in found]
-        results = [read_results(runs[of]) for runs in found]
         ranks[of] = np.stack([read_ranks(runs[of]) for runs in found])
-        means = [f"{np.mean([of_run[metric] for of_run in results]):.4f}" for metric in METRICS]
-        seconds = f"{np.mean([of_run['cpu_s'] for of_run in spent]):.0f}"
-        rows.append((f"{title}: {of}", seconds, f"{np.mean([of_run['epochs'] for of_run in spent]):.0f}", *means))
+        all_of = [read_results(runs[of]) | spent(runs[of]) for runs in found]
+        means = {name: np.mean([of_run[name] for of_run in all_of]) for name in ("cpu_s", "epochs", *METRICS)}
+        rows.append((of, *(f"{mean:.4f}" if name in METRICS else f"{mean:.0f}" for name, mean in means.items())))
     for of in ("dot", "dot-2048"):
         less = [difference(ranks["mol"], ranks[of], int(metric.removeprefix("hr@"))) for metric in METRICS]
-        rows.append((f"{title}: mol - {of}", "", "", *less))
+        rows.append((f"mol - {of}", "", "", *less))
     return rows
 
 
@@ -161,20 +171,16 @@ def plot(path: Path, drawn: dict[tuple[str, int], list[dict[str, Path]]]) -> Non
 def curve(runs: dict[str, Path], of: str) -> tuple[list[float], list[float]]:
     """CPU seconds from the beginning of the start, and HR@10 on validation; a run that goes on begins where the best
     epoch of the start lies."""
-    spent = {name: json.loads(run.with_suffix(".json").read_text()) for name, run in runs.items()}
 
     def points(name: str, at: float) -> list[tuple[float, float]]:
-        rows = read_rows(runs[name], "validation")
-        last = max(row["step"] for row in rows)
-        return [(at + spent[name]["cpu_s"] * row["step"] / last, row["hr@10"]) for row in rows]
+        rows, seconds = read_rows(runs[name], "validation"), spent(runs[name])["cpu_s"]
+        return [(at + seconds * row["step"] / rows[-1]["step"], row["hr@10"]) for row in rows]
 
-    begun = points("start", 0.0)
+    drawn = points("start", 0.0)
     if of != "start":
-        begun = [
-            (spent["start"]["cpu_s"], max(begun, key=lambda point: point[1])[1]),
-            *points(of, spent["start"]["cpu_s"]),
-        ]
-    return [x for x, _ in begun], [y for _, y in begun]
+        _, best = evaluations_since_best(runs["start"], "hr@10")
+        drawn = [(end := spent(runs["start"])["cpu_s"], best["hr@10"]), *points(of, end)]
+    return [x for x, _ in drawn], [y for _, y in drawn]
 
 
 if __name__ == "__main__":
