@@ -137,7 +137,7 @@ class SequenceAllToAll(nn.Module):
         """`local_embs` [R, D], of which `output_splits` rows go to each rank and `input_splits` come from each."""
         D = local_embs.shape[1]
         rows_FW = self._rows_per_feature(lengths, batch_size_per_rank)
-        sent, received = self._runs(output_splits, input_splits, rows_FW, D)
+        sent, received = self._spans(output_splits, input_splits, rows_FW, D)
         exchange = Exchange(
             self.wire,
             self.group,
@@ -149,7 +149,7 @@ class SequenceAllToAll(nn.Module):
         )
         return SequenceEmbeddingsAwaitable(exchange.start(local_embs), unbucketize_permute_tensor, D)
 
-    def _runs(
+    def _spans(
         self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
     ) -> tuple[list[list[RowSpan]], list[list[RowSpan]]]:
         if not self.wire.sampling or rows_FW is None:
@@ -212,7 +212,7 @@ def _name(layout: RowLayout) -> str:
 
 
 def _spans_by_segment(rows: Sequence[int], layout: RowLayout) -> list[RowSpan]:
-    """A separate run for each segment."""
+    """A separate span for each segment."""
     return [RowSpan(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 

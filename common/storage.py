@@ -31,7 +31,7 @@ from typing import Any
 
 from logitmix.common.checked import Checked, fields_of
 from logitmix.common.files import write_whole
-from logitmix.common.mappings import brief, from_mapping, require
+from logitmix.common.mappings import brief, counted, from_mapping, require
 from logitmix.common.messages import plain, require_no_secrets, say, urls
 
 MANIFESTS = ("dataset.json", "manifest.json", "digests.json", "checkpoint.json")
@@ -342,7 +342,7 @@ class _Copy:
     def _get_all(self, record: _Record, there: dict[str, str], names: list[str], content: bool = True) -> None:
         """Fetches these files and records them; without `content`, most are made empty."""
         if names and content:
-            say(f"fetching {len(names):,} file{'s' if len(names) > 1 else ''} of {self.url}")
+            say(f"fetching {counted(len(names), 'file')} of {self.url}")
         recorded = time.monotonic()
         for name in _digests_last(names):
             whole = content or Path(name).name in MANIFESTS

@@ -14,7 +14,7 @@ from typing import Literal
 
 from logitmix.common.compiled import compiled_library, has_triton
 from logitmix.common.driver import DRIVER, has_driver, why_it_does_not_load
-from logitmix.common.mappings import first_line
+from logitmix.common.mappings import counted, first_line
 from logitmix.common.versions import versions
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
@@ -150,8 +150,7 @@ def _processor() -> Finding:
 
     has = torch.cpu.get_capabilities()
     names = {"avx2": "AVX2", "avx512_f": "AVX-512", "avx512_vnni": "VNNI", "avx512_bf16": "BF16", "amx_bf16": "AMX"}
-    count = cores()
-    said = f"{count} core{'s' if count > 1 else ''}: {_processor_name()}"
+    said = f"{counted(cores(), 'core')}: {_processor_name()}"
     sets = [name for key, name in names.items() if has.get(key)]
     if not sets:
         return Finding("processor", "slow", f"{said}, without AVX2: the compiled parts use plain C")

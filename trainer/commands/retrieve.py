@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from logitmix.common.mappings import counted
 from logitmix.common.messages import say, show, shown
 from logitmix.launch.processes import is_main, launched
 from logitmix.trainer.commands.options import (
@@ -124,7 +125,7 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         request["time"] = arguments.time
     if arguments.histories or arguments.out:
         count = _answer_file(retriever, arguments, options)
-        show(f"{arguments.out}: {count:,} request{'s' * (count != 1)} answered")
+        show(f"{arguments.out}: {counted(count, 'request')} answered")
         return
     try:
         (rows,) = retriever.answer([request], options)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from logitmix.common.mappings import counted
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.data.arrays import FOLDER
 from logitmix.trainer.data.arrow import as_numpy
@@ -189,7 +190,7 @@ def _notes(dataset: Dataset, new: Mapping[str, int]) -> list[str]:
     items = dataset.num_items - new["items"]
     known = {"item": items if dataset.schema.of("item") or dataset.title_column() is not None else 0}
     known["user"] = dataset.num_users - new["users"] if dataset.schema.of("user") else 0
-    said = " and ".join(f"{count:,} {name}{'s' * (count > 1)}" for name, count in known.items() if count)
+    said = " and ".join(counted(count, name) for name, count in known.items() if count)
     return [f"{said} are in the dataset already: what it says of them stays"] if said else []
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from logitmix.comm.codec import DIRECTIONS
 from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
+from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
@@ -256,7 +257,7 @@ def start_block(
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
     device, threads = ranks.device.type, train.threads
-    device += f" with {threads} thread{'s' if threads > 1 else ''} each" if device == "cpu" else ""
+    device += f" with {counted(threads, 'thread')} each" if device == "cpu" else ""
     precision = "BF16 autocast" if train.precision == "bf16" else "FP32"
     if train.precision == "bf16" and not computes_bf16(ranks.device):
         precision, why_precision = "FP32", "this CPU has no BF16 arithmetic"
