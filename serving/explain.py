@@ -5,10 +5,10 @@ Axes: N items of an answer, T items of the history, U and I components of query 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
 
 import torch
 from torch.nn import functional as F
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from logitmix.modules.similarity.base import Side
 from logitmix.modules.towers import Tower
@@ -18,18 +18,44 @@ SHOWN = 3
 """Most products, and most items, that are told of an item."""
 
 
+class Product(TypedDict):
+    """A component of the query times one of the item."""
+
+    query: int
+    """Number of the query's component, from 0."""
+    item: int
+    """Number of the item's component, from 0."""
+    score: float
+    """Its part of the score."""
+
+
+class Named(TypedDict):
+    """An item."""
+
+    id: str
+    """Raw id."""
+    title: str | None
+    """`null` where the dataset has no titles."""
+
+
+class Similar(Named):
+    """An item of the history."""
+
+    cosine: float
+    """Of its vector and the item's."""
+
+
 class Why(TypedDict):
     """Of one item of an answer."""
 
-    components: list[dict[str, Any]]
-    """The largest products: `query` and `item` number their components from 0, and `score` is their part of the score.
-    Empty where the similarity is no sum of products of components."""
-    similar: list[dict[str, Any]]
-    """The items of the history that are most like it: `id`, `title`, and `cosine` of the items' vectors."""
+    components: list[Product]
+    """The largest products; empty where the similarity is no sum of products of components."""
+    similar: list[Similar]
+    """The items of the history that are most like it."""
 
 
 def explain(
-    tower: Tower, items: Items, query: Side, found: Sequence[int], history: Sequence[int], name: Callable[[int], Any]
+    tower: Tower, items: Items, query: Side, found: Sequence[int], history: Sequence[int], name: Callable[[int], Named]
 ) -> list[Why]:
     """For each item that was found for one query, whose side has one row. `history` has the known items that were
     encoded, and `name` makes an entry of an item's index."""
@@ -45,7 +71,7 @@ def explain(
         Why(
             components=[] if parts_NUI is None else _largest(parts_NUI[place].float()),
             similar=[
-                {**name(seen[at]), "cosine": float(cosine_NT[place, at])}
+                Similar(**name(seen[at]), cosine=float(cosine_NT[place, at]))
                 for at in cosine_NT[place].topk(min(SHOWN, len(seen))).indices.tolist()
             ],
         )
@@ -53,7 +79,7 @@ def explain(
     ]
 
 
-def _largest(part_UI: torch.Tensor) -> list[dict[str, Any]]:
+def _largest(part_UI: torch.Tensor) -> list[Product]:
     scores, places = part_UI.flatten().topk(min(SHOWN, part_UI.numel()))
     I = part_UI.shape[1]
     return [

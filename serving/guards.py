@@ -14,7 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from logitmix.serving.connection import CLOSE, WATCHED, error_response
 
-OPEN = ("/", "/healthz", "/readyz")
+PAGES = ("/", "/docs")
+"""Paths of pages, the same for all exports and tokens: a browser that is led there has no token yet."""
+OPEN = (*PAGES, "/healthz", "/readyz")
 """Paths that need no token: what asks for them is a browser, or an orchestrator of containers."""
 LEAST_TOKEN = 16
 
@@ -103,7 +105,7 @@ class Guarding:
             return error_response(
                 421, f"{host:.100} is no name of this server; logitmix serve --allow-host NAME adds one", CLOSE
             )
-        if path not in ("/", *WATCHED) and not self.allowed.origin(headers):
+        if path not in (*PAGES, *WATCHED) and not self.allowed.origin(headers):
             origin = headers.get("origin", "another site")
             return error_response(403, f"pages of {origin:.100} may not ask; --allow-origin ORIGIN lets them", CLOSE)
         if path not in OPEN and not self.allowed.bearer(headers):

@@ -17,7 +17,7 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.workers import Worker
 
-PATHS = ("/", "/healthz", "/items", "/metrics", "/openapi.json", "/readyz", "/retrieve", "/shadow")
+PATHS = ("/", "/docs", "/healthz", "/items", "/metrics", "/openapi.json", "/readyz", "/retrieve", "/shadow")
 TRACING = (b"traceparent", b"tracestate", b"x-request-id")
 """Headers that an answer repeats (the first two: https://www.w3.org/TR/trace-context)."""
 VERSION = version("logitmix")

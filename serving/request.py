@@ -60,11 +60,11 @@ class Request(TypedDict, total=False):
     blocked: Sequence[str | int]
     """Raw ids of items to leave out. Unknown ids are ignored, here and in `allowed`."""
     where: str
-    """A condition on the export's filterable columns: only items for which it is true are ranked, k' of them in stage 1
-    (serving/expression.py)."""
+    """A condition on the export's filterable columns, such as `price < 50 or category = shoes`: only items for which it
+    is true are ranked, k' of them in stage 1."""
     limit: Mapping[str, int]
-    """Most items of the answer that have the same value of a filterable column: {"category": 3}. Of the ranking, items
-    that would be one too many are left out; those without a value are not."""
+    """Most items of the answer that have the same value of a filterable column: `{"category": 3}`. Of the ranking,
+    items that would be one too many are left out; those without a value are not."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class Options:
     """What happens to ids of a history that are not in the corpus: they are left out ("skip"), replaced with an unknown
     item ("unknown"), or an error ("refuse")."""
     exclude_history: bool | None = None
-    """Whether all items of a history are left out of the ranking; None: as the model was evaluated."""
+    """Whether all items of a history are left out of the ranking; by default as the model was evaluated."""
     stage1: int | None = None
-    """Items that the h-indexer keeps for the similarity to rank, at least k; None: as `kept` says."""
+    """Items that the h-indexer keeps for the similarity to rank, at least k; by default a hundredth of all, but from
+    10,000 to 100,000, and for a k of 1,024 or more 100,000."""
 
     explain: bool = False
     """Whether each item of an answer says why it is there; for a k of at most 100."""
@@ -109,8 +110,7 @@ class Options:
             raise ValueError(f"unknown is {self.unknown!r:.40}; it must be 'skip', 'unknown' or 'refuse'")
 
     def kept(self, num_items: int) -> int:
-        """K: items that stage 1 keeps of so many. By default a hundredth, but from 10,000 to 100,000; for a k from
-        1,024 on 100,000, or k if that is more."""
+        """K: items that stage 1 keeps of so many."""
         if self.stage1 is not None:
             return self.stage1
         least = LEAST_OF_STAGE_1 if self.k < MANY else STAGE_1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
 from logitmix.modules.schema import WANTED, require_kind
 from logitmix.serving.columns import NEW
-from logitmix.serving.directory.format import Contents
+from logitmix.serving.directory.format import Contents, signature
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, Histories, finite, require_finite, too_large
-from logitmix.serving.explain import Why, explain
+from logitmix.serving.explain import Named, Why, explain
 from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
@@ -48,16 +48,17 @@ class Retrieved:
     """FP32 [B, k]: the similarity; -inf where no item is left."""
 
 
-class Row(TypedDict):
-    """One line of a ranking for people to read: the raw id, and the title if the dataset has titles."""
+class Row(Named):
+    """One line of a ranking for people to read."""
 
     rank: int
-    id: str
-    title: str | None
+    """From 1."""
     score: float
+    """The similarity, with the boost of what is new."""
     columns: NotRequired[dict[str, float | str]]
-    """Its values of the filterable columns, without those that it lacks; where they are asked for, as is `why`."""
+    """Its values of the filterable columns, without those that it lacks; where they are asked for."""
     why: NotRequired[Why]
+    """Why it is there; where that is asked for."""
 
 
 class Retriever:
@@ -137,6 +138,12 @@ class Retriever:
     def described(self) -> str:
         """What answers, for a line of a log."""
         return f"{self.num_items:,} items of {self.source.dataset}, step {self.source.step} of run {self.source.run}"
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a request to it may have, as the manifest says it."""
+        inputs: dict[str, Any] = signature(self._about)["inputs"]
+        return inputs
 
     @property
     def num_items(self) -> int:
@@ -254,7 +261,7 @@ class Retriever:
     def _title(self, item: int) -> str | None:
         return self.titles[item] if self.titles else None
 
-    def _named(self, item: int) -> dict[str, Any]:
+    def _named(self, item: int) -> Named:
         return {"id": self.raw_ids[item], "title": self._title(item)}
 
     def values(self, item: int) -> dict[str, float | str]:

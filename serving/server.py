@@ -37,7 +37,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from logitmix.common.mappings import require
 from logitmix.serving.batcher import Batcher, ClientGone, QueueFull
-from logitmix.serving.body import MAX_STAGE_1, Body, parse
+from logitmix.serving.body import MAX_STAGE_1, parse
 from logitmix.serving.connection import (
     BUSY,
     CLOSE,
@@ -53,7 +53,8 @@ from logitmix.serving.connection import (
 from logitmix.serving.guards import Allowed, Guarding
 from logitmix.serving.live import POLL_SECONDS, LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
-from logitmix.serving.metrics import PATHS, Counting, Metrics, OfWorkers, identity
+from logitmix.serving.metrics import PATHS, VERSION, Counting, Metrics, OfWorkers, identity
+from logitmix.serving.openapi import Answer, Health, Ready, Search, describe, of_export
 from logitmix.serving.shadow import Shadow
 from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
 from logitmix.serving.tls import Encrypted, Tls
@@ -71,17 +72,6 @@ GRACE_SECONDS = 30
 
 LAST_GIVEN_SECONDS = 0.1
 """Time for the requests of a worker's last connections, which are on their way, to arrive."""
-
-ERROR: dict[str, Any] = {
-    "description": "What is wrong, in one line",
-    "content": {
-        "application/json": {
-            "schema": {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
-        }
-    },
-}
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": ERROR, 503: ERROR}
-"""What /openapi.json says of the answers that are not 200."""
 
 
 @dataclass(frozen=True)
@@ -376,21 +366,34 @@ def make_app(
         await asyncio.wait(tasks)
         searcher.shutdown()
 
-    app = FastAPI(title="logitmix", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app = FastAPI(
+        title="logitmix",
+        version=VERSION,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        generate_unique_id_function=lambda route: route.name,
+    )
     app.add_middleware(Guarding, allowed=allowed)
     if allowed.origins:
         app.add_middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"])
     app.add_middleware(Counting, metrics=metrics)
-    described_body = {"required": True, "content": {"application/json": {"schema": Body.model_json_schema()}}}
+    defaults = {name: value for name in ("stage1", "boost_new") if (value := getattr(settings, name)) is not None}
+    described = cache(lambda: describe(app, allowed))
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}
+    asked: dict[str, Any] = {
+        "response_model": Answer,
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
 
-    @app.post("/retrieve", openapi_extra={"requestBody": described_body}, responses=ERRORS)
+    @app.post("/retrieve", summary="The best items", **asked)
     async def retrieve(request: Request) -> Response:
-        """The best items for a history."""
+        """Those that the model expects next, after a history or for a user with such features."""
         return await answered(request, batcher, compared)
 
-    @app.post("/shadow", openapi_extra={"requestBody": described_body}, responses=ERRORS)
-    async def of_shadow(request: Request) -> Response:
-        """Those of the export that is compared with the one that is served."""
+    @app.post("/shadow", summary="The shadow's best items", responses={} if compared else {404: {}}, **asked)
+    async def shadow_(request: Request) -> Response:
+        """The same from the export that is compared with the one that is served (`serve --shadow`)."""
         if not compared:
             raise HTTPException(404, "there is no shadow; logitmix serve --shadow DIR adds one")
         return await answered(request, compared.batcher)
@@ -422,18 +425,20 @@ def make_app(
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         return found
 
-    @app.get("/items", responses=ERRORS)
+    @app.get("/items", summary="Search for items", response_model=Search)
     async def items(
-        query: Annotated[str, Query(max_length=100)] = "", limit: Annotated[int, Query(ge=1, le=100)] = 20
+        query: Annotated[str, Query(max_length=100, description="Words; without any, all items are found.")] = "",
+        limit: Annotated[int, Query(ge=1, le=100, description="Most items of the answer.")] = 20,
     ) -> Response:
-        """Items with the query in their id or title."""
+        """Items with each word of the query in their id or title, in any case; where there are none, those with a slip
+        in a word of five letters or more. With a column `actions`, the most popular come first."""
         if searches.locked() or unread.size > UNREAD:
             return error_response(503, "too many searches wait already; try again later", BUSY)
         async with searches:
             loop = asyncio.get_running_loop()
             return json_response(await loop.run_in_executor(searcher, search, export.retriever, query, limit))
 
-    @app.get("/healthz")
+    @app.get("/healthz", summary="Health", response_model=Health)
     async def healthz() -> Response:
         """That the process answers, with which export, and why there are deltas that are not in it."""
         of = export.retriever
@@ -449,9 +454,10 @@ def make_app(
             }
         )
 
-    @app.get("/readyz", responses={503: ERROR})
+    @app.get("/readyz", summary="Readiness", response_model=Ready)
     async def readyz() -> Response:
-        """Whether requests shall be sent here."""
+        """Whether requests shall be sent here: not once the server shall end, or while a shard or a file of the export
+        is missing."""
         if ending.is_set():
             return error_response(503, "the server stops")
         export.retriever.files.check()
@@ -459,17 +465,26 @@ def make_app(
             return error_response(503, export.refusal, BUSY)
         return json_response({"status": "ready", **export.missing})
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
-        """Metrics in Prometheus's text format."""
+        """Requests, times, batches and what answers, in Prometheus's text format."""
         registry = OfWorkers(worker, metrics.registry) if worker else metrics.registry
         return Response(prometheus_text(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", response_class=HTMLResponse)
+    @app.get("/openapi.json", summary="This description", response_model=dict[str, Any])
+    async def openapi() -> Response:
+        """OpenAPI 3.1, with the features and examples of the export that answers."""
+        return json_response(of_export(described(), export.retriever, defaults))
+
+    @app.get("/", summary="A page that asks", response_class=HTMLResponse)
     async def page() -> Response:
-        """A page for people."""
-        text, policy = _page("text" in export.retriever.kinds.values())
-        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy})
+        """For people who try the model out."""
+        return _html("page", "text" in export.retriever.kinds.values())
+
+    @app.get("/docs", summary="A page that describes", response_class=HTMLResponse)
+    async def docs() -> Response:
+        """For people who write programs: `/openapi.json`, and fields to send requests."""
+        return _html("docs")
 
     _answer_errors(app)
     return app
@@ -502,11 +517,21 @@ def _answer_errors(app: FastAPI) -> None:
         return error_response(500, "an error of the server; its log says more")
 
 
+def _html(name: str, has_texts: bool = False) -> Response:
+    text, policy = _page(name, has_texts)
+    return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy})
+
+
 @cache
-def _page(has_texts: bool) -> tuple[str, str]:
-    """The page, and the policy that lets the browser run the page's own script and nothing else, and load the pictures
+def _page(name: str, has_texts: bool) -> tuple[str, str]:
+    """A page, and the policy that lets the browser run the page's own script and nothing else, and load the pictures
     whose addresses the export's columns may have."""
-    text = files("logitmix.serving").joinpath("page.html").read_text(encoding="utf-8")
+    text, *shared = (
+        files("logitmix.serving").joinpath(file).read_text(encoding="utf-8")
+        for file in (f"{name}.html", "pages.css", "pages.js")
+    )
+    for tag, content in zip(("style", "script"), shared, strict=True):
+        text = text.replace(f"<{tag}>\n", f"<{tag}>\n{content}")
 
     def hashed(tag: str) -> str:
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,10 @@ def test_inits_are_empty() -> None:
     assert [path for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py") if path.read_text()] == []
 
 
-def test_a_wheel_would_hold_every_package() -> None:
+def test_a_wheel_would_hold_every_package_and_page() -> None:
     found = [path.parent for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert sorted(settings["packages"]) == sorted(f"logitmix.{'.'.join(p.relative_to(ROOT).parts)}" for p in found)
+    pages = [path.name for path in (ROOT / "serving").iterdir() if path.suffix in (".css", ".html", ".js")]
+    packed = settings["package-data"]["logitmix.serving"]
+    assert pages and all(any(fnmatch(page, pattern) for pattern in packed) for page in pages)

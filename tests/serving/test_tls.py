@@ -132,7 +132,7 @@ def test_who_does_not_read_is_cut_off(folder: Path, pki: Path, monkeypatch: pyte
     """What is not read is counted, which asyncio's own protocol hides, and no further answer is made."""
     monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(connection_module, "READ_RATE", 2**30)
-    page, made, sizes = server_module._page(True), list[int](), list[int]()
+    page, made, sizes = server_module._page("page", True), list[int](), list[int]()
     monkeypatch.setattr(server_module, "_page", lambda *_: made.append(1) or ("~" * 2**24, page[1]))
     add = connection_module.Unread.add
     monkeypatch.setattr(connection_module.Unread, "add", lambda of, size: sizes.append(size) or add(of, size))
@@ -145,7 +145,7 @@ def test_who_does_not_read_is_cut_off(folder: Path, pki: Path, monkeypatch: pyte
 
 
 def test_an_answer_of_any_length_is_read(folder: Path, pki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = server_module._page(True)
+    page = server_module._page("page", True)
     monkeypatch.setattr(server_module, "_page", lambda *_: ("~" * 2**23, page[1]))
     with (
         running(folder, tls=Tls(pki / "server.pem", pki / "server.key")) as server,

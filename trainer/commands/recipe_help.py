@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from logitmix.common.docstrings import docs_of
 from logitmix.common.mappings import nearest
-from logitmix.trainer.commands.words import docs_of, parse
+from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import KINDS, Config, flatten, with_settings
 
 ALL = "all"

@@ -7,16 +7,15 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeVar
 
-import docstring_parser
 import tyro
 
 # The events by which tyro tells what is wrong: private, so pyproject.toml names the versions that have them.
 from tyro import _errors
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
+from logitmix.common.docstrings import docs_of
 from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
 
@@ -62,16 +61,6 @@ def _fields_for_tyro(info: StructTypeInfo) -> StructConstructorSpec | None:
         doc = functools.partial(docs_of(info.type).get, entry.name)
         found.append(StructFieldSpec(entry.name, hints[entry.name], default, doc))
     return StructConstructorSpec(info.type, tuple(found))
-
-
-@functools.cache
-def docs_of(kind: type) -> Mapping[str, str]:
-    """The docstring of each field, on one line."""
-    docs = {}
-    for cls in reversed(kind.__mro__[:-1]):
-        for field in docstring_parser.parse_from_object(cls).params:
-            docs[field.arg_name] = " ".join((field.description or "").split())
-    return docs
 
 
 def flags_of(kind: type, prefix: str = "") -> dict[str, tuple[str, ...]]:

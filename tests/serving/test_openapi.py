@@ -1,0 +1,197 @@
+"""/openapi.json says what the server does, and /docs shows it."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from small_models import every_feature, export_small, small_model
+from test_server import TOKEN, Running, running
+
+from logitmix.serving import openapi
+from logitmix.serving import server as server_module
+from logitmix.serving.connection import MAX_BODY, Unread
+from logitmix.serving.guards import Allowed
+from logitmix.serving.live import LiveExport
+from logitmix.serving.metrics import PATHS
+from logitmix.serving.retriever import Retriever
+from logitmix.serving.server import Settings, make_app
+
+X = 60
+FRESH = Unread(), Event()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_small(small_model("mol", X, schema=every_feature(X)), tmp_path_factory.mktemp("openapi") / "served")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    """With all paths."""
+    with running(folder, shadow=LiveExport(folder, print)) as found:
+        yield found
+
+
+def described(server: Running) -> Any:
+    return server.ask(b"", "GET", "/openapi.json")[1]
+
+
+def operations(description: Any) -> dict[str, tuple[str, Any]]:
+    """By path, the method and what is said of it."""
+    return {
+        path: (method.upper(), of) for path, methods in description["paths"].items() for method, of in methods.items()
+    }
+
+
+def examples(description: Any) -> Iterator[tuple[str, str, Any]]:
+    """Methods, paths and bodies."""
+    for path, (method, of) in operations(description).items():
+        named = [f"{each['name']}={each['example']}" for each in of.get("parameters", []) if "example" in each]
+        query = "?" + "&".join(named).replace(" ", "%20") if named else ""
+        content = of.get("requestBody", {}).get("content", {"": {"examples": {"": {"value": None}}}})
+        for each in next(iter(content.values()))["examples"].values():
+            yield method, path + query, each["value"]
+
+
+def sent(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str, bytes]:
+    """Status, type and content of an answer."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers.get_content_type(), answer.read()
+
+
+def content_of(description: Any, path: str, status: int) -> Any:
+    """By type, what is said of the content of an answer."""
+    _, operation = operations(description)[path.partition("?")[0]]
+    response = operation["responses"][str(status)]
+    if "$ref" in response:
+        response = description["components"]["responses"][response["$ref"].rpartition("/")[2]]
+    assert response["description"]
+    return response["content"]
+
+
+def require_as_described(description: Any, path: str, answer: tuple[int, str, bytes]) -> None:
+    """By status, type, and all entries of JSON."""
+    status, kind, content = answer
+    schema = content_of(description, path, status)[kind]["schema"]
+    if "$ref" in schema:
+        model = getattr(openapi, schema["$ref"].rpartition("/")[2])
+        TypeAdapter(model).validate_json(content, strict=True, extra="forbid")
+
+
+def test_all_paths_and_entries_are_described(server: Running) -> None:
+    found = described(server)
+    assert sorted(operations(found)) == sorted(PATHS)
+    for _, of in operations(found).values():
+        assert of["summary"] and of["description"] and "422" not in of["responses"]
+        assert all(each["description"] for each in of.get("parameters", []))
+    assert len({of["operationId"] for _, of in operations(found).values()}) == len(PATHS)
+    for schema in found["components"]["schemas"].values():
+        assert all(each["description"] for each in schema["properties"].values())
+    assert set(found["components"]["schemas"]["Body"]["properties"]) > {"history", "k", "stage1"}
+
+
+def test_examples_are_answered_as_is_said(server: Running, tmp_path: Path) -> None:
+    export = export_small(small_model("dot", 2), tmp_path / "served")
+    with running(export, shadow=LiveExport(export, print)) as small:
+        for of, count in ((server, 3), (small, 3)):
+            found = described(of)
+            asked = list(examples(found))
+            assert {path.partition("?")[0] for _, path, _ in asked} == set(PATHS)
+            assert sum(path == "/retrieve" for _, path, _ in asked) == count
+            for method, path, body in asked:
+                answer = sent(of.port, method, path, body)
+                assert answer[0] == 200, (path, body, answer)
+                require_as_described(found, path, answer)
+
+
+def test_what_shards_lack_is_described(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Retriever, "without", lambda *_: {"missing_shards": [2], "missing_share": 0.5})
+    found = described(server)
+    for path in ("/retrieve", "/healthz", "/readyz"):
+        answer = sent(server.port, operations(found)[path][0], path, {"history": ["id 7"]})
+        assert b'"missing_shards": [2], "missing_share": 0.5' in answer[2]
+        require_as_described(found, path, answer)
+
+
+def test_refusals_are_described(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(folder, Allowed(("here",), token=TOKEN)) as server:
+        token = {"Authorization": f"Bearer {TOKEN}"}
+        found = json.loads(sent(server.port, "GET", "/openapi.json", **token)[2])
+        body = {"history": ["id 7"]}
+        for status, path, headers in (
+            (400, "/items?limit=0", token),
+            (401, "/retrieve", {}),
+            (401, "/openapi.json", {}),
+            (403, "/retrieve", {"Origin": "http://stranger.example"}),
+            (404, "/shadow", token),
+            (421, "/docs", {"Host": "stranger.example"}),
+        ):
+            answer = sent(server.port, operations(found)[path.partition("?")[0]][0], path, body, **headers)
+            assert answer[0] == status
+            require_as_described(found, path, answer)
+        require_as_described(found, "/retrieve", sent(server.port, "POST", "/retrieve", b"{", **token))
+        require_as_described(found, "/retrieve", sent(server.port, "POST", "/retrieve", b" " * (MAX_BODY + 1), **token))
+        monkeypatch.setattr(server_module, "UNREAD", -1)
+        require_as_described(found, "/items", sent(server.port, "GET", "/items", **token))
+        # What cannot be is not said.
+        for path, absent in (("/docs", {"401", "403", "413"}), ("/healthz", {"401", "403"}), ("/metrics", {"403"})):
+            assert not absent & operations(found)[path][1]["responses"].keys()
+
+
+def test_who_needs_a_token_is_said(server: Running, folder: Path) -> None:
+    assert "securitySchemes" not in described(server)["components"]
+    assert all("401" not in of["responses"] for _, of in operations(described(server)).values())
+    with running(folder, Allowed(token=TOKEN)) as guarded:
+        found = json.loads(sent(guarded.port, "GET", "/openapi.json", Authorization=f"Bearer {TOKEN}")[2])
+        assert found["components"]["securitySchemes"] == {"token": {"type": "http", "scheme": "bearer"}}
+        for path, (method, of) in operations(found).items():
+            assert (sent(guarded.port, method, path)[0] == 401) == (of.get("security") == [{"token": []}]), path
+
+
+def test_the_page_is_open_and_what_it_shows_is_not(folder: Path) -> None:
+    """As a link from another site, or an address that is typed in, asks for it."""
+    elsewhere = {"Sec-Fetch-Site": "cross-site"}
+    with running(folder, Allowed(token=TOKEN)) as server:
+        assert [sent(server.port, "GET", path, **elsewhere)[0] for path in ("/", "/docs", "/openapi.json")] == [
+            200,
+            200,
+            403,
+        ]
+        assert [sent(server.port, "GET", path)[0] for path in ("/docs", "/openapi.json")] == [200, 401]
+        assert {sent(server.port, "HEAD", path)[0] for path in ("/", "/docs")} == {405}
+        assert TOKEN.encode() not in sent(server.port, "GET", "/docs")[2]
+
+
+def test_the_export_and_the_server_say_what_a_request_may_have(server: Running, folder: Path, tmp_path: Path) -> None:
+    entries = described(server)["components"]["schemas"]["Body"]["properties"]
+    assert set(entries["user"]["anyOf"][0]["properties"]) == {"country", "favorites", "age", "taste"}
+    assert "action" in entries["events"]["anyOf"][0]["items"]["properties"]
+    assert (entries["k"]["default"], entries["boost_new"]["default"], entries["stage1"]["default"]) == (10, 0.0, None)
+    export = LiveExport(folder, print)
+    app = make_app(export, Settings(stage1=40, boost_new=1.5), *FRESH)
+    (describes,) = (of.endpoint for of in app.routes if getattr(of, "path", "") == "/openapi.json")  # type: ignore[attr-defined]
+
+    def body() -> Any:
+        return json.loads(asyncio.run(describes()).body)["components"]["schemas"]["Body"]["properties"]
+
+    assert (body()["stage1"]["default"], body()["boost_new"]["default"]) == (40, 1.5)
+    # Another export takes over.
+    export.retriever = LiveExport(export_small(small_model("dot", 9), tmp_path / "served"), print).retriever
+    assert body()["user"]["anyOf"][0]["properties"] == {}
+
+
+def test_the_page_stores_nothing_and_takes_all_from_the_description(server: Running) -> None:
+    page, _ = server.get("/docs")
+    assert 'ask("openapi.json")' in page and "Object.entries(api.paths)" in page
+    assert not [word for word in ("Storage", "cookie", "indexedDB") if word in page]
+    assert not [path for path in PATHS if len(path) > 1 and path in page]
+    assert '<a href="docs">' in server.get("/")[0] and '<a href="./">' in page
