@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +188,10 @@ def test_the_export_and_the_server_say_what_a_request_may_have(server: Running, 
     # Another export takes over.
     export.retriever = LiveExport(export_small(small_model("dot", 9), tmp_path / "served"), print).retriever
     assert body()["user"]["anyOf"][0]["properties"] == {}
+    long: Any = SimpleNamespace(files=export.retriever.files, inputs=export.retriever.inputs, kinds={}, num_items=1)
+    long.raw_ids = ["a" * 200]
+    (query, _) = openapi.of_export(described(server), long, {})["paths"]["/items"]["get"]["parameters"]
+    assert len(query["example"]) == query["schema"]["maxLength"] == 100
 
 
 def test_the_page_stores_nothing_and_takes_all_from_the_description(server: Running) -> None:
