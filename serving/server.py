@@ -53,7 +53,7 @@ from logitmix.serving.connection import (
 from logitmix.serving.guards import Allowed, Guarding
 from logitmix.serving.live import POLL_SECONDS, LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
-from logitmix.serving.metrics import PATHS, VERSION, Counting, Metrics, OfWorkers, identity
+from logitmix.serving.metrics import PATHS, TRACING, VERSION, Counting, Metrics, OfWorkers, identity
 from logitmix.serving.openapi import Answer, Health, Ready, Search, describe, of_export
 from logitmix.serving.shadow import Shadow
 from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
@@ -376,7 +376,10 @@ def make_app(
     )
     app.add_middleware(Guarding, allowed=allowed)
     if allowed.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"])
+        headers = ["Authorization", *(name.decode() for name in TRACING)]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"], allow_headers=headers
+        )
     app.add_middleware(Counting, metrics=metrics)
     defaults = {name: value for name in ("stage1", "boost_new") if (value := getattr(settings, name)) is not None}
     described = cache(lambda: describe(app, allowed))

@@ -689,11 +689,13 @@ def test_other_sites_pages_may_not_ask(silent: Running, lines: list[str], status
 
 def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
     shop = "https://shop.example"
-    with running(folder, Allowed(("api.shop.example",), (shop,))) as server:
+    with running(folder, Allowed(("api.shop.example",), (shop,), TOKEN)) as server:
         lines = ["Host: api.shop.example", f"Origin: {shop}"]
-        status, received = asked_with(server, "/retrieve", *lines)
+        status, received = asked_with(server, "/retrieve", *lines, f"Authorization: Bearer {TOKEN}")
         assert status == 200 and f"access-control-allow-origin: {shop}".encode() in received
-        asks = "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: content-type"
+        # What a browser asks first, without the token.
+        asks = "Access-Control-Request-Method: POST\r\n"
+        asks += "Access-Control-Request-Headers: authorization, content-type, traceparent, x-request-id"
         received = server.send(
             "\r\n".join(["OPTIONS /retrieve HTTP/1.1", *lines, asks, "Connection: close", "", ""]).encode()
         )
