@@ -60,6 +60,21 @@ class SASRecConfig(_AttentionConfig):
 
 
 @dataclass(frozen=True)
+class LiGRConfig(SASRecConfig):
+    """The user side, of kind "ligr": SASRec with the blocks of LiGR (Borisyuk et al., 2025), whose residuals are gated,
+    and with SwiGLU, as in eSASRec (2025)."""
+
+    module = "logitmix.modules.encoders.ligr:LiGR"
+    kind: str = "ligr"
+    expansion: int = 4
+    """Hidden width of the feed-forward network, in widths of the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_expansion(self.expansion)
+
+
+@dataclass(frozen=True)
 class HSTUConfig(_AttentionConfig):
     """The user side, of kind "hstu": hierarchical sequential transduction units (Zhai et al., 2024), the stronger
     encoder."""
@@ -89,7 +104,11 @@ class FuXiConfig(HSTUConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_from(1, 64, "model.encoder.expansion", self.expansion)
+        _require_expansion(self.expansion)
+
+
+def _require_expansion(expansion: int) -> None:
+    require_from(1, 64, "model.encoder.expansion", expansion)
 
 
 @dataclass(frozen=True)
@@ -116,10 +135,10 @@ class PooledConfig:
         """Any width will do."""
 
 
-EncoderConfig = SASRecConfig | HSTUConfig | FuXiConfig | PooledConfig
+EncoderConfig = SASRecConfig | LiGRConfig | HSTUConfig | FuXiConfig | PooledConfig
 ENCODERS = Kinds(
     "encoder",
-    {"sasrec": SASRecConfig, "hstu": HSTUConfig, "fuxi": FuXiConfig, "pooled": PooledConfig},
+    {"sasrec": SASRecConfig, "ligr": LiGRConfig, "hstu": HSTUConfig, "fuxi": FuXiConfig, "pooled": PooledConfig},
     needs=("module", "dropout", "max_length", "require_width"),
 )
 """Settings of encoders, by kind. `module`: its class, which is built from the width and the settings."""

@@ -37,19 +37,59 @@ class SASRec(Stack):
     """
 
     def __init__(self, dim: int, config: SASRecConfig) -> None:
-        blocks = (_Block(dim, config.heads, config.dropout, f"block{i}") for i in range(config.blocks))
+        blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
         super().__init__(dim, config, blocks, EPSILON)
 
 
-class _Block(nn.Module):
-    def __init__(self, dim: int, heads: int, rate: float, site: str) -> None:
+class Attention(nn.Module):
+    """What blocks of softmax attention share: its layers, two norms and dropout."""
+
+    def __init__(self, dim: int, config: SASRecConfig, site: str, epsilon: float) -> None:
         super().__init__()
-        self.heads, self.rate, self.site = heads, rate, site
-        self.attention_norm = nn.LayerNorm(dim, eps=EPSILON)
+        self.heads, self.rate, self.site = config.heads, config.dropout, site
+        self.attention_norm = nn.LayerNorm(dim, eps=epsilon)
         self.query = Linear(dim, dim)
         self.key_value = Linear(dim, 2 * dim)
         self.output = Linear(dim, dim)
-        self.feed_norm = nn.LayerNorm(dim, eps=EPSILON)
+        self.feed_norm = nn.LayerNorm(dim, eps=epsilon)
+
+    def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
+        T, D = x_TD.shape
+        elsewhere = x_TD.is_cuda or torch.is_grad_enabled() or torch.compiler.is_exporting()
+        if self.heads == 1 and T > _MANY * D and not elsewhere:
+            # As in `_attend_last`; the products of the layers' matrices take less time than keys and values.
+            key_DD, value_DD = self.key_value.weight.chunk(2)
+            query_TD = F.linear(q_TD, key_DD.t() @ self.query.weight, self.query.bias @ key_DD)
+            mean_TD = attend_padded(torch.stack([query_TD, x_TD], dim=1)[:, :, None], packing).view(T, D)
+            bias_D = self.output(self.key_value.bias[None, D:])[0]
+            return F.linear(mean_TD, self.output.weight @ value_DD, bias_D)
+        packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1).view(T, 3, self.heads, D // self.heads)
+        jagged = x_TD.is_cuda and packing.shortest > 0 and D // self.heads % 8 == 0
+        return self.output((attend_jagged if jagged else attend_padded)(packed, packing).reshape(T, D))
+
+    def _attend_last(self, q_BD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
+        """The last positions [B, D] of `_attend`, from their q_BD.
+
+        Nothing is computed of the others: q · (K x + b) is (Kᵀ q) · x, but for a term that is the same for all of a
+        sequence; and weights that sum to 1 give V x + b the mean V (Σ w x) + b.
+        """
+        query_BGd = self.query(q_BD).unflatten(1, (self.heads, -1))
+        key_GdD, value_GdD = self.key_value.weight.unflatten(0, (2, self.heads, -1))
+        scale = query_BGd.shape[2] ** -0.5
+        mean_BGD = attend_last(torch.einsum("bgd,gde->bge", query_BGd * scale, key_GdD), x_TD, packing)
+        attended_BD = torch.einsum("bge,gde->bgd", mean_BGD, value_GdD).flatten(1) + self.key_value.bias.chunk(2)[1]
+        return self.output(attended_BD)
+
+    def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing, onto: Tensor | None = None) -> Tensor:
+        """x after dropout, added to `onto`."""
+        if noise is None:
+            return x if onto is None else onto + x
+        return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T, onto)
+
+
+class _Block(Attention):
+    def __init__(self, dim: int, config: SASRecConfig, site: str) -> None:
+        super().__init__(dim, config, site, EPSILON)
         self.up = Linear(dim, dim)
         self.down = Linear(dim, dim)
 
@@ -60,18 +100,9 @@ class _Block(nn.Module):
         )
 
     def last(self, x_TD: Tensor, packing: Packing) -> Tensor:
-        """The last positions [B, D] of `forward` without noise.
-
-        Nothing is computed of the others: q · (K x + b) is (Kᵀ q) · x, but for a term that is the same for all of a
-        sequence; and weights that sum to 1 give V x + b the mean V (Σ w x) + b.
-        """
+        """The last positions [B, D] of `forward` without noise."""
         q_BD = self.attention_norm(x_TD.index_select(0, packing.last_B))
-        query_BGd = self.query(q_BD).unflatten(1, (self.heads, -1))
-        key_GdD, value_GdD = self.key_value.weight.unflatten(0, (2, self.heads, -1))
-        scale = query_BGd.shape[2] ** -0.5
-        mean_BGD = attend_last(torch.einsum("bgd,gde->bge", query_BGd * scale, key_GdD), x_TD, packing)
-        attended_BD = torch.einsum("bge,gde->bgd", mean_BGD, value_GdD).flatten(1) + self.key_value.bias.chunk(2)[1]
-        return self._feed(q_BD + self.output(attended_BD), packing, None)
+        return self._feed(q_BD + self._attend_last(q_BD, x_TD, packing), packing, None)
 
     def _feed(self, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
         x_TD = self.feed_norm(x_TD)
@@ -81,26 +112,6 @@ class _Block(nn.Module):
         else:
             hidden_TD = F.relu(hidden_TD)
         return self._drop(self.down(hidden_TD), noise, "down", packing, x_TD)
-
-    def _attend(self, q_TD: Tensor, x_TD: Tensor, packing: Packing) -> Tensor:
-        T, D = x_TD.shape
-        elsewhere = x_TD.is_cuda or torch.is_grad_enabled() or torch.compiler.is_exporting()
-        if self.heads == 1 and T > _MANY * D and not elsewhere:
-            # As in `last`; the products of the layers' matrices take less time than keys and values.
-            key_DD, value_DD = self.key_value.weight.chunk(2)
-            query_TD = F.linear(q_TD, key_DD.t() @ self.query.weight, self.query.bias @ key_DD)
-            mean_TD = attend_padded(torch.stack([query_TD, x_TD], dim=1)[:, :, None], packing).view(T, D)
-            bias_D = self.output(self.key_value.bias[None, D:])[0]
-            return F.linear(mean_TD, self.output.weight @ value_DD, bias_D)
-        packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1).view(T, 3, self.heads, D // self.heads)
-        jagged = x_TD.is_cuda and packing.shortest > 0 and D // self.heads % 8 == 0
-        return self.output((attend_jagged if jagged else attend_padded)(packed, packing).reshape(T, D))
-
-    def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing, onto: Tensor | None = None) -> Tensor:
-        """x after dropout, added to `onto`."""
-        if noise is None:
-            return x if onto is None else onto + x
-        return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T, onto)
 
 
 def attend_padded(packed_TnGd: Tensor, packing: Packing) -> Tensor:

@@ -63,6 +63,7 @@ MORE: dict[str, Settings] = {
     "information": {"model.similarity.mutual_information": 0.01, "model.hindexer.weight": 0.5},
     "user": {"model.features": ["user"], "model.similarity.user_component": True},
     "joint": {"model.similarity.gating": "joint", **PAIRS["hstu-mol"]},
+    "ligr": {"model.encoder.kind": "ligr", "model.similarity.kind": "dot"},
     "fuxi": {"model.encoder.kind": "fuxi", "model.encoder.times": True, "model.similarity.kind": "dot"},
     "positions": {"model.loss.share": "position", "model.encoder.history_dropout": 0.2, "model.item_id_dropout": 0.3},
     "cached": {**FEATURES, CACHED: 0.3, "tables.brand.cache_load_factor": 1.0},

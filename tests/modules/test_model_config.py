@@ -12,6 +12,7 @@ from logitmix.modules.config import (
     FuXiConfig,
     HIndexerConfig,
     HSTUConfig,
+    LiGRConfig,
     LossConfig,
     MLPConfig,
     ModelConfig,
@@ -27,7 +28,7 @@ NAN = float("nan")
 
 
 SECTIONS: dict[str, list[type]] = {
-    "model.encoder": [SASRecConfig, FuXiConfig, PooledConfig],
+    "model.encoder": [LiGRConfig, FuXiConfig, PooledConfig],
     "model.similarity": [DotConfig, MoLConfig, MLPConfig, NeuMFConfig, DeepFMConfig],
     "model.hindexer": [HIndexerConfig],
     "model": [ModelConfig],

@@ -22,7 +22,15 @@ from small_models import LENGTH, BruteForce, SmallModel, export_small, random_hi
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import EncoderConfig, FuXiConfig, HSTUConfig, PooledConfig, SASRecConfig, sees_times
+from logitmix.modules.config import (
+    EncoderConfig,
+    FuXiConfig,
+    HSTUConfig,
+    LiGRConfig,
+    PooledConfig,
+    SASRecConfig,
+    sees_times,
+)
 from logitmix.modules.features import Embedded, Features, Values
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Sides
@@ -173,9 +181,10 @@ TOWERS = [
     ("dot", HSTUConfig(blocks=2, max_length=LENGTH)),
     WITH_TIMES,
     ("dot", FuXiConfig(blocks=1, max_length=LENGTH, times=True)),
+    ("dot", LiGRConfig(blocks=2, heads=2, max_length=LENGTH)),
     *((of, POOLED) for of in ("mlp", "neumf", "mol, linear", "mol, no hidden", "mol, joint", "deepfm")),
 ]
-SAMPLE = [("dot", POOLED), EVERY_KIND], *((of, None) for of in (*TOWERS[:1], *TOWERS[2:6], TOWERS[-1]))
+SAMPLE = [("dot", POOLED), EVERY_KIND], *((of, None) for of in (*TOWERS[:1], *TOWERS[2:7], TOWERS[-1]))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,13 @@ def test_flags_of_every_command_are_completed(script: str) -> None:
 
 
 def test_values_of_flags_are_completed(script: str) -> None:
-    assert completed(script, "train", "auto", "--model.encoder.kind", "") == ["sasrec", "hstu", "fuxi", "pooled"]
+    assert completed(script, "train", "auto", "--model.encoder.kind", "") == [
+        "sasrec",
+        "ligr",
+        "hstu",
+        "fuxi",
+        "pooled",
+    ]
     assert completed(script, "export", "runs/a", "--precision", "b") == ["bf16"]
     assert completed(script, "train", "auto", "--help", "model.s") == ["model.similarity"]
 

@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "widths": SGD | {"tables.brand.dim": 4, "tables.type.dim": 12},
     "parts": SGD | {"comm.parts": 3},
     "dot": SGD | {"model.similarity.kind": "dot"},
+    "ligr": SGD | {"model.encoder.kind": "ligr", "model.encoder.dropout": 0.3},
     "hstu": SGD | {"model.encoder.kind": "hstu", "model.encoder.times": True, "model.encoder.blocks": 2},
     "fuxi": SGD | {"model.encoder.kind": "fuxi", "model.encoder.times": True, "model.encoder.blocks": 2},
     "pooled": SGD | {"model.encoder.kind": "pooled", "model.encoder.hidden": 8},
@@ -88,6 +89,7 @@ ALIKE |= {
     "user": "user component",
     "pooled": "hstu",
     "fuxi": "hstu",
+    "ligr": "hstu",
 }
 ALIKE |= {name: "clip bags" for name in CLIPPED if "bags" in name}
 """Of each with the other, one is in the sample."""

@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sasrec": {"model.encoder.dropout": 0.2},
     **{
         kind: {"model.encoder.kind": kind, "model.similarity.kind": "dot", "model.hindexer.weight": 0.0}
-        for kind in ("hstu", "fuxi")
+        for kind in ("ligr", "hstu", "fuxi")
     },
 }
 
@@ -50,7 +50,7 @@ def losses_of(config: Config, flat: bool) -> list[Tensor]:
         ("eager", "sasrec", "bf16"),
         *(
             pytest.param("aot_eager", *case, marks=pytest.mark.slow)
-            for case in (("sasrec", "bf16"), ("hstu", "fp32"), ("fuxi", "fp32"))
+            for case in (("sasrec", "bf16"), ("ligr", "fp32"), ("hstu", "fp32"), ("fuxi", "fp32"))
         ),
         pytest.param("inductor", "sasrec", "bf16", marks=pytest.mark.slow),
         pytest.param("inductor", "hstu", "fp32", marks=pytest.mark.slow),
