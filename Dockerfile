@@ -10,9 +10,11 @@
 #
 # --build-arg TORCH=torch-cuda takes the public torch for it, where there is no index of CPU wheels.
 FROM python:3.11.15-slim-trixie@sha256:90744cff8f32887f075c47d747a173ff333e9e98801667af93c357fa9f5e28ff AS python
-# Asks `logitmix serve` on its usual port. With --tls-client-ca, docker run --no-healthcheck.
+# Asks `logitmix serve` on its usual port, and no proxy of the environment. With --tls-client-ca, docker run
+# --no-healthcheck.
 ENV HEALTH="import ssl, urllib.request as u; s = 's' * (b'--tls-key' in open('/proc/1/cmdline', 'rb').read()); \
-u.urlopen(f'http{s}://127.0.0.1:8080/healthz', timeout=5, context=ssl._create_unverified_context())"
+u.build_opener(u.ProxyHandler({}), u.HTTPSHandler(context=ssl._create_unverified_context())) \
+.open(f'http{s}://127.0.0.1:8080/healthz', timeout=5)"
 
 FROM python AS serve-build
 ARG TORCH=cpu
@@ -21,17 +23,25 @@ ENV PIP_NO_CACHE_DIR=1
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev
 WORKDIR /opt/logitmix
-COPY . .
-# The versions of the lists; pip takes their hashes for whole lists alone. Serving imports no pyarrow.
+# The packages in a layer of their own, which changes of the code leave as it is. Their versions are those of the lists;
+# pip takes their hashes for whole lists alone. Serving imports no pyarrow.
+COPY pyproject.toml ./
+COPY requirements requirements
 RUN python -m venv --without-pip /opt/serve \
  && sed -n 's/^\([a-z0-9-]*=\{2,3\}[^ ]*\) .*/\1/p' requirements/$TORCH.txt requirements/common.txt requirements/dev.txt \
     > /tmp/versions.txt \
- && pip --python /opt/serve install --constraint /tmp/versions.txt '.[serve]' \
- && pip --python /opt/serve uninstall --yes pyarrow
+ && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*{*p['dependencies'], *p['optional-dependencies']['serve']} - {'pyarrow'}, sep='\n')" > /tmp/needed.txt \
+ && pip --python /opt/serve install --constraint /tmp/versions.txt --requirement /tmp/needed.txt
+COPY . .
+RUN pip --python /opt/serve install --no-deps --no-build-isolation --prefix /opt/code .
 
 FROM python AS serve
 RUN useradd --no-create-home --uid 1000 logitmix
 COPY --from=serve-build /opt/serve /opt/serve
+COPY --from=serve-build /opt/code /opt/serve
+# Imports what serves, for the bytecode of the standard library: the base has none of it, and user 1000 can write none.
+RUN /opt/serve/bin/python -c "import ssl, urllib.request, logitmix.serving.server, logitmix.trainer.commands.serve"
 ENV PATH=/opt/serve/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 USER 1000
 WORKDIR /exports
@@ -56,10 +66,12 @@ COPY requirements requirements
 RUN make .venv/locked-$ACCELERATOR ACCELERATOR=$ACCELERATOR
 
 COPY . .
-RUN make install ACCELERATOR=$ACCELERATOR
+# --old-file: COPY has made the lists newer than what was installed from them.
+RUN make install ACCELERATOR=$ACCELERATOR --old-file=.venv/locked-$ACCELERATOR
 
 # What runs cannot change the code. Another user (-u) has the same home, for caches of what is compiled and fetched.
 RUN useradd --create-home --uid 1000 logitmix \
+ && chmod 755 /home/logitmix \
  && install --directory --owner logitmix --mode 1777 /work /home/logitmix/.cache /home/logitmix/.triton
 ENV PATH=/opt/logitmix/.venv/bin:$PATH HOME=/home/logitmix
 USER logitmix

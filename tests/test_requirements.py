@@ -1,6 +1,8 @@
 """The lock: what `pip check` would say, but for the one complaint that is wrong (requirements/common.txt)."""
 
+import os
 import re
+import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -55,6 +57,32 @@ def test_the_extra_for_gpus_takes_no_torch_for_the_cpu() -> None:
     extras = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (requirement,) = (each for each in map(Requirement, extras["train"]) if each.name == "torch")
     assert list(requirement.specifier.filter(BUILDS)) == ["2.13.0", "2.13.0+cu130"]
+
+
+def instructions() -> list[str]:
+    """Those of the Dockerfile, each in one line."""
+    text = (FOLDER.parent / "Dockerfile").read_text()
+    return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines()
+
+
+@pytest.mark.parametrize("torch", ["cpu", "torch-cuda"])
+def test_the_image_for_serving_pins_all_packages_and_has_no_arrow(torch: str, tmp_path: Path) -> None:
+    (made,) = (line for line in instructions() if "--constraint" in line)
+    lists = " && ".join(part for part in made.split(" && ") if "> /tmp/" in part).replace("/tmp/", f"{tmp_path}/")
+    subprocess.run(lists, shell=True, check=True, cwd=FOLDER.parent, env=os.environ | {"TORCH": torch})
+    pins = dict(line.split("==", 1) for line in (tmp_path / "versions.txt").read_text().splitlines())
+    needed = list(map(Requirement, (tmp_path / "needed.txt").read_text().splitlines()))
+    packages: set[str] = set()
+    while needed:
+        wanted = needed.pop()
+        name = canonicalize_name(wanted.name)
+        if name in packages or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        packages.add(name)
+        needed += map(Requirement, distribution(name).requires or [])
+    assert packages <= pins.keys()
+    assert {"fastapi", "numpy", "safetensors", "torch", "uvicorn"} <= packages
+    assert not packages & {"pyarrow", "torchrec", "fbgemm-gpu", "tensorboard"}
 
 
 @pytest.mark.long

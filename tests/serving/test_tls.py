@@ -1,9 +1,12 @@
 """HTTPS: handshakes that come about and others, the certificates of clients, and files that are none."""
 
 import json
+import re
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -125,6 +128,21 @@ def test_clients_must_have_a_certificate(folder: Path, pki: Path) -> None:
         assert get(server.port, of_client(pki, with_certificate=True))[0] == 200
         with pytest.raises((ssl.SSLError, ConnectionError)):
             get(server.port, of_client(pki))
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_the_health_check_of_the_image_takes_no_proxy(folder: Path, pki: Path, tmp_path: Path, encrypts: bool) -> None:
+    dockerfile = (Path(__file__).parents[2] / "Dockerfile").read_text().replace("\\\n", "")
+    (words,) = re.findall('^ENV HEALTH="(.*)"$', dockerfile, re.MULTILINE)
+    command = tmp_path / "cmdline"
+    command.write_bytes(b"python\0logitmix\0serve\0--tls-key\0KEY\0" if encrypts else b"python\0logitmix\0serve\0")
+    tls = Tls(pki / "server.pem", pki / "server.key") if encrypts else None
+    with running(folder, tls=tls) as server:
+        words = words.replace("/proc/1/cmdline", str(command)).replace("8080", str(server.port))
+        check = [sys.executable, "-c", words]
+        proxies = dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
+        assert subprocess.run(check, env=proxies, capture_output=True).returncode == 0
+    assert subprocess.run(check, env=proxies, capture_output=True).returncode == 1
 
 
 @pytest.mark.parametrize("count", [1, 3])
