@@ -128,7 +128,9 @@ def query_groups(schema: Schema) -> int:
 
 
 def _sum(first: Tensor, others: Sequence[Tensor]) -> Tensor:
-    return torch.stack([first, *others]).sum(0) if others else first
+    if len(others) > 1:
+        return torch.stack([first, *others]).sum(0)
+    return first + others[0] if others else first
 
 
 class Sides(NamedTuple):

@@ -60,7 +60,7 @@ class Attention(nn.Module):
             # As in `_attend_last`; the products of the layers' matrices take less time than keys and values.
             key_DD, value_DD = self.key_value.weight.chunk(2)
             query_TD = F.linear(q_TD, key_DD.t() @ self.query.weight, self.query.bias @ key_DD)
-            mean_TD = attend_padded(torch.stack([query_TD, x_TD], dim=1)[:, :, None], packing).view(T, D)
+            mean_TD = attend_padded(query_TD[:, None, None], packing, x_TD[:, None, None]).view(T, D)
             bias_D = self.output(self.key_value.bias[None, D:])[0]
             return F.linear(mean_TD, self.output.weight @ value_DD, bias_D)
         packed = torch.cat([self.query(q_TD), self.key_value(x_TD)], dim=1).view(T, 3, self.heads, D // self.heads)
@@ -114,13 +114,14 @@ class _Block(Attention):
         return self._drop(self.down(hidden_TD), noise, "down", packing, x_TD)
 
 
-def attend_padded(packed_TnGd: Tensor, packing: Packing) -> Tensor:
-    """Causal self-attention of each sequence, [T, 3, G, d] of query, key and value -> [T, G, d]; [T, 2, G, d] where the
-    keys are the values."""
-    outs = []
-    for qkv in _groups(packed_TnGd, packing):
+def attend_padded(packed_TnGd: Tensor, packing: Packing, key_T1Gd: Tensor | None = None) -> Tensor:
+    """Causal self-attention of each sequence, [T, 3, G, d] of query, key and value -> [T, G, d]; or of queries
+    [T, 1, G, d] and keys that are the values."""
+    sides, outs = [packed_TnGd] if key_T1Gd is None else [packed_TnGd, key_T1Gd], []
+    for of_group in zip(*(_groups(side, packing) for side in sides), strict=True):
+        q, *kv = (part for parts in of_group for part in parts)
         # Padding comes after the valid positions, so the causal mask alone hides it.
-        out_BGLd = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[-1], is_causal=True)
+        out_BGLd = F.scaled_dot_product_attention(q, kv[0], kv[-1], is_causal=True)
         outs.append(out_BGLd.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).index_select(0, packing.grouped_T) if outs else packed_TnGd[:, 0]
 

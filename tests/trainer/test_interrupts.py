@@ -1,4 +1,4 @@
-"""Ctrl-C where no code of the command runs: no traceback, whenever it comes."""
+"""Ctrl-C where no code of the command runs: no traceback, whenever it comes. And how a process ends otherwise."""
 
 import signal
 import subprocess
@@ -64,3 +64,15 @@ def test_who_has_seen_enough_of_the_output_is_told_nothing(words: str) -> None:
         assert command.stdout is not None and command.stderr is not None
         command.stdout.close()
         assert (command.stderr.read(), command.wait()) == (b"", 128 + signal.SIGPIPE)
+
+
+@pytest.mark.parametrize(
+    "works",
+    ["atexit.register(later)", "threading.Thread(target=lambda: (threading.main_thread().join(), later())).start()"],
+)
+def test_what_is_left_to_do_at_the_end_is_done(works: str) -> None:
+    """By functions for the end, and by threads, for whose end the interpreter waits."""
+    program = f"import atexit, sys, threading\nlater = lambda: sys.stdout.write('later')\n{works}\n"
+    program += "from logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--version']\nmain()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.endswith("later")
