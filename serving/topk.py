@@ -72,8 +72,8 @@ def _best_by_sort(score_BN: Tensor, index_BN: Tensor, k: int) -> Tensor:
     row_T, item_T = np.divmod(place_T, N)
     count_B = np.bincount(row_T, minlength=B)
     keys_BM = np.full((B, count_B.max(initial=k)), NOTHING)
-    keys_T = rank_keys(score_BN[row_T, item_T], index_BN[row_T, item_T])
-    keys_BM[row_T, np.arange(len(row_T)) - (count_B.cumsum() - count_B)[row_T]] = keys_T.numpy()
+    score_T, index_T = (torch.from_numpy(of.numpy()[row_T, item_T]) for of in (score_BN, index_BN))
+    keys_BM[np.arange(keys_BM.shape[1]) < count_B[:, None]] = rank_keys(score_T, index_T).numpy()
     return _highest(torch.from_numpy(keys_BM), k)
 
 
