@@ -192,9 +192,10 @@ def test_keys_order_as_scores_then_indices(values: list[float], k: int) -> None:
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.5, -torch.inf, torch.nan]) | scores, min_size=2, max_size=80), st.data())
 def test_best_keys_are_the_best_of_all_keys(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
-    score = torch.tensor([values, [of + 1 for of in reversed(values)]])
+    # All of the last row are candidates, and few of the others.
+    score = torch.tensor([values, [of + 1 for of in reversed(values)], [1.0] * len(values)])
     index = data.draw(
-        st.sampled_from([torch.arange(len(values))[None], torch.arange(2 * len(values)).flip(0).view(2, -1)])
+        st.sampled_from([torch.arange(len(values))[None], torch.arange(3 * len(values)).flip(0).view(3, -1)])
     )
     keys = rank_keys(score, index.expand_as(score)).masked_fill(score == -torch.inf, NOTHING)
     best = keys.topk(k).values
