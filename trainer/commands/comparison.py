@@ -93,9 +93,10 @@ LEARNED: Mapping[str, dict[str, Any]] = {
         "model.similarity.item_components": 4,
         "model.similarity.projection_hidden": 128,
         "model.similarity.gate_hidden": 64,
-        # Pairs cost more than those of a dot product: fewer negatives for each position, but more of them in all.
+        # Pairs cost more than those of a dot product: fewer negatives for each position, those that matter.
         "model.loss.share": "group",
-        "model.loss.negatives": 128,
+        "model.loss.negatives": 2048,
+        "model.loss.resample": 128,
     },
     "hstu": {"model.encoder.kind": "hstu"},
 }

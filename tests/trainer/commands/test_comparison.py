@@ -149,7 +149,7 @@ def test_methods_that_are_all_as_good_are_not_told_apart() -> None:
 
 
 TINY = {"model.dim": 8, "model.encoder.blocks": 1, "train.batch_size": 16, "train.epochs": 2, "train.patience": 0,
-        "evaluate.every_epochs": 1, "model.loss.negatives": 16, "train.precision": "fp32"}  # fmt: skip
+        "evaluate.every_epochs": 1, "model.loss.negatives": 256, "train.precision": "fp32"}  # fmt: skip
 
 
 @pytest.fixture
