@@ -48,7 +48,7 @@ from logitmix.modules.batch import Packing
 from logitmix.modules.encoders import sasrec
 from logitmix.modules.losses import mol_triton
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, load_recipe, recipe_names
+from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel import optimizer, parallelize
@@ -528,10 +528,11 @@ def counted(config: Config, world_size: int) -> Counts:
 
 
 def cases(recipes: Sequence[str] = ()) -> dict[tuple[str, int, int], Config]:
-    """By recipe, batch and ranks: each at batch 128 on one rank, and at its own batch on eight."""
+    """By recipe, batch and ranks: each at batch 128 on one rank, and at its own batch on eight. Without the moving
+    average, which is of every tenth step."""
     found = {}
     for name in recipes or recipe_names():
-        config = load_recipe(name)
+        config = with_settings(load_recipe(name), {"train.ema": 0.0})
         found[name, 128, 1] = replace(config, train=replace(config.train, batch_size=128))
         found[name, config.train.batch_size, 8] = config
     return found
