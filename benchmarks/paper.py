@@ -70,10 +70,6 @@ SPARSE = {"mol": SPARSE_MOL, "mlp": (128, 0.2), "hidden": 128, "k": 4, "fm": (12
 FROM_DOT = {"train.epochs": 16, "train.patience": 0, "train.schedule": "cosine", "model.loss.negatives": 128,
             "evaluate.every_epochs": 2}  # fmt: skip
 """Settings of a run that starts from that of the dot product."""
-HSTU_FROM_DOT = FROM_DOT | {"train.epochs": 5, "train.schedule": "linear", "evaluate.every_epochs": 1,
-                            "model.loss.share": "sequence", "model.loss.negatives": 2048, "model.loss.resample": 128,
-                            "tables.lr": 0.001, "dense.lr": 0.001}  # fmt: skip
-"""As the recipe ml-1m-hstu-mol trains MoL."""
 SPARSE_FROM_DOT = FROM_DOT | {"train.epochs": 2, "model.loss.negatives": 512, "evaluate.every_epochs": 1,
                               "tables.lr": 1e-5, "dense.lr": 3e-4}  # fmt: skip
 """Those of MoL, which begins as the dot product. The tables hardly change: rare items, which it would fit too well,
@@ -360,7 +356,11 @@ class Cell:
         if start := self.start:
             settings |= FROM_DOT | {"model.loss.negatives": data.from_dot["model.loss.negatives"]}
             settings |= data.from_dot if "mol" in self.method else {}
-            settings |= HSTU_FROM_DOT if self.recipe == data.hstu else {}
+            if self.recipe == data.hstu:
+                # As that recipe trains MoL.
+                before, then = (flatten(replace(load_recipe(name), start={})) for name in (data.hstu, data.hstu_mol))
+                own = {name: value for name, value in then.items() if value != before.get(name)}
+                settings |= {name: value for name, value in own.items() if not name.startswith("model.similarity.")}
             settings["warm_start"] = str(start.run(options))
         if self.method.endswith("mol-quarter-negatives"):
             settings["model.loss.negatives"] = data.from_dot["model.loss.negatives"] // 4

@@ -82,20 +82,27 @@ def of_ratings(model: ModelBase, ratings: str, seconds: float) -> None:
         hits = found.merge(target[["user_id", "item_id"]])
         return len(hits) / len(users), float((1 / np.log2(hits["rank"] + 1)).sum() / len(users))
 
-    spent, epoch, partial = 0.0, 0, isinstance(model, SASRecModel | HSTUModel)
-    while spent < seconds if partial else not epoch:
+    def timed(fit: Callable[[], object]) -> float:
         began = time.process_time()
-        if partial:
-            model.fit_partial(earlier[1], min_epochs=1, max_epochs=1)
-        else:
-            model.fit(earlier[1])
-        spent, epoch, (validation, _) = spent + time.process_time() - began, epoch + 1, metrics(1)
-        if not partial:
-            model.fit(earlier[0])
+        fit()
+        return time.process_time() - began
+
+    def tell(epoch: int, spent: float, validation: float) -> None:
         test, ndcg = metrics(0)
         print(
             f"epoch {epoch}, {spent:.0f} CPU s: validation HR@10 {validation:.4f}, test {test:.4f}, NDCG@10 {ndcg:.4f}"
         )
+
+    if not isinstance(model, SASRecModel | HSTUModel):
+        spent, (validation, _) = timed(lambda: model.fit(earlier[1])), metrics(1)
+        model.fit(earlier[0])
+        tell(1, spent, validation)
+        return
+    spent, epoch = 0.0, 0
+    while spent < seconds:
+        spent += timed(lambda: model.fit_partial(earlier[1], min_epochs=1, max_epochs=1))
+        epoch += 1
+        tell(epoch, spent, metrics(1)[0])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_hstu import bucket, dropped, entered, packing, require_close_in_bf16, silu
-from test_sasrec import DIM, NOISE, assert_as_alone, assert_zero_gradients, filled
+from test_sasrec import DIM, NOISE, NOTHING, WITH_NOISE, assert_as_alone, assert_zero_gradients, filled
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
@@ -63,7 +63,7 @@ def plain(encoder: FuXi, item_LD: Tensor, packing: Packing, at: slice, heads: in
     return centred / ((centred**2).mean(1, keepdim=True) + 1e-6).sqrt() * encoder.norm.weight + encoder.norm.bias
 
 
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@WITH_NOISE
 @pytest.mark.parametrize("times", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
@@ -72,7 +72,7 @@ def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: 
     assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, packed, at, heads, noise))
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+@NOTHING
 def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int]) -> None:
     assert_zero_gradients(make().float(), packing(lengths), NOISE)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_sasrec import DIM, NOISE, assert_as_alone, assert_zero_gradients, bf16_errors, filled, rows
+from test_sasrec import DIM, NOTHING, WITH_NOISE, assert_as_alone, assert_zero_gradients, bf16_errors, filled, rows
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
@@ -99,7 +99,7 @@ def plain(
     return norm(x) * encoder.norm.weight + encoder.norm.bias
 
 
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@WITH_NOISE
 @pytest.mark.parametrize("times", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
@@ -108,8 +108,8 @@ def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@NOTHING
+@WITH_NOISE
 def test_a_rank_without_positions_gives_zero_gradients(
     lengths: list[int], noise: Noise | None, dtype: torch.dtype
 ) -> None:

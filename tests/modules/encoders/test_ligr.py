@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from test_hstu import dropped, entered, require_close_in_bf16, silu
-from test_sasrec import DIM, NOISE, assert_as_alone, assert_zero_gradients, filled, packing, rows
+from test_sasrec import (
+    DIM,
+    NOTHING,
+    WITH_NOISE,
+    assert_as_alone,
+    assert_stays_in_its_sequence,
+    assert_zero_gradients,
+    filled,
+    packing,
+    rows,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,15 +68,15 @@ def plain(encoder: LiGR, item_ND: Tensor, heads: int, noise: Noise | None, first
     return norm(x, encoder.norm)[:N]
 
 
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@WITH_NOISE
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_padded_in_plain_torch(heads: int, noise: Noise | None) -> None:
     encoder, packed = make(heads=heads), packing([3, 1, 0, 6, 2], first_row=100)
     assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, heads, noise, 100 + at.start))
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@NOTHING
+@WITH_NOISE
 def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int], noise: Noise | None) -> None:
     assert_zero_gradients(make(), packing(lengths), noise)
 
@@ -90,10 +100,7 @@ def test_last_positions_alone_are_those_of_all(
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
-    encoder, item_TD, packed = make(), rows(6), packing([1, 2, 3])
-    item_TD[0] = torch.inf
-    for found_TD in (encoder(item_TD, packed, None)[packed.last_B], encoder.last(item_TD, packed)):
-        assert found_TD.isfinite().all(1).tolist() == [False, True, True]
+    assert_stays_in_its_sequence(make())
 
 
 def test_bf16_stays_close_to_full_precision() -> None:

@@ -14,12 +14,16 @@ from logitmix.modules.batch import Packing
 from logitmix.modules.config import SASRecConfig
 from logitmix.modules.encoders import sasrec
 from logitmix.modules.encoders.sasrec import SASRec, attend_jagged, attend_padded
+from logitmix.modules.encoders.stack import Stack
 from logitmix.modules.noise import Noise
 from logitmix.trainer.config import load_recipe, recipe_names
 
 M = TypeVar("M", bound=nn.Module)
 DIM = 8
 NOISE = Noise(12345)
+WITH_NOISE = pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+NOTHING = pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+"""Lengths of sequences without positions."""
 CONFIG = SASRecConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4)
 
 
@@ -70,6 +74,14 @@ def assert_zero_gradients(encoder: nn.Module, nothing: Packing, noise: Noise | N
     query_TD.sum().backward()
     for name, of in [("items", item_TD), *encoder.named_parameters()]:
         assert of.grad is not None and not of.grad.any(), name
+
+
+def assert_stays_in_its_sequence(encoder: Stack) -> None:
+    """What is not finite."""
+    item_TD, packed = rows(6), packing([1, 2, 3])
+    item_TD[0] = torch.inf
+    for found_TD in (encoder(item_TD, packed, None)[packed.last_B], encoder.last(item_TD, packed)):
+        assert found_TD.isfinite().all(1).tolist() == [False, True, True]
 
 
 @torch.no_grad()
@@ -123,15 +135,15 @@ def plain(encoder: SASRec, item_LD: Tensor, heads: int, noise: Noise | None = No
     return norm(x, encoder.norm)
 
 
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@WITH_NOISE
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_equals_each_sequence_alone_written_out(heads: int, noise: Noise | None) -> None:
     encoder, packed = make(heads=heads), packing([3, 1, 0, 6, 2], first_row=100)
     assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, heads, noise, 100 + at.start))
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@NOTHING
+@WITH_NOISE
 def test_a_rank_without_positions_gives_zero_gradients(lengths: list[int], noise: Noise | None) -> None:
     assert_zero_gradients(make(), packing(lengths), noise)
 
@@ -187,10 +199,7 @@ def test_attention_to_the_inputs_is_that_to_keys_and_values(heads: int, monkeypa
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
-    encoder, item_TD, packed = make(), rows(6), packing([1, 2, 3])
-    item_TD[0] = torch.inf
-    for found_TD in (encoder(item_TD, packed, None)[packed.last_B], encoder.last(item_TD, packed)):
-        assert found_TD.isfinite().all(1).tolist() == [False, True, True]
+    assert_stays_in_its_sequence(make())
 
 
 def test_a_packing_that_moves_leaves_the_first_where_it_is() -> None:
@@ -263,7 +272,7 @@ def widths() -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dim", "heads"), widths())
-@pytest.mark.parametrize("noise", [None, NOISE], ids=["evaluation", "dropout"])
+@WITH_NOISE
 def test_a_gpu_has_a_fused_kernel_for_attention(
     dtype: torch.dtype, dim: int, heads: int, noise: Noise | None, on_gpu: None
 ) -> None:
