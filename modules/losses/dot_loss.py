@@ -56,8 +56,11 @@ _SINGLE = {"cpu": 2**13, "cuda": 2**20}
 """Most scores at once of single positions, whose scores each have a copied row of an item."""
 _POSITIONS = 256
 """Most positions of a piece."""
-_ALL_PAIRS = {"cpu": 2**22, "cuda": 2**26}
-"""Most scores at once when all items are scored: products with more positions read the items less often."""
+_ALL_PAIRS = {"cpu": 2**18, "cuda": 2**26}
+"""Most scores at once when all items are scored, to fit a core's cache, but for _LEAST."""
+_LEAST = 64
+"""Positions at once even so, because products with fewer read the items too often, while their scores fit _MOST."""
+_MOST = 2**25
 
 
 class _DotSoftmax(torch.autograd.Function):
@@ -87,25 +90,20 @@ def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tens
     (negative_N,) = examples.negatives_GN
     count_V = item_VH.new_zeros(len(item_VH)).index_add_(0, negative_N, item_VH.new_ones(len(negative_N)))
     log_count_V = count_V.log()
-    rows = max(1, _ALL_PAIRS[item_VH.device.type] // len(item_VH))
+    rows = max(1, _ALL_PAIRS[item_VH.device.type] // len(item_VH), min(_LEAST, _MOST // len(item_VH)))
     for start in range(0, len(query_TH), rows):
-        query_RH, target_R = query_TH[start : start + rows], examples.target_T[start : start + rows, None]
-        score_RV = torch.addmm(log_count_V, query_RH, item_VH.t())
-        positive_R1 = (query_RH * item_VH[target_R[:, 0]]).sum(1, keepdim=True)
-        score_RV.scatter_(1, target_R, positive_R1)
-        total_R1 = score_RV.logsumexp(1, keepdim=True)
-        loss_R1, weight_R1 = total_R1 - positive_R1, None
-        if examples.weight_T is not None:
-            weight_R1 = examples.weight_T[start : start + rows, None]
-            loss_R1 = loss_R1 * weight_R1
-        loss += loss_R1.sum()
+        these = slice(start, start + rows)
+        query_RH, target_R = query_TH[these], examples.target_T[these]
+        weight_R1 = query_RH.new_ones(()) if examples.weight_T is None else examples.weight_T[these, None]
+        positive_R1 = (query_RH * _rows(item_VH, target_R)).sum(1, keepdim=True)
+        score_RV = torch.addmm(log_count_V, query_RH, item_VH.t()).scatter_(1, target_R[:, None], positive_R1)
+        share_RV = score_RV.softmax(1)
+        total_R1 = score_RV.amax(1, keepdim=True) - share_RV.amax(1, keepdim=True).log()
+        loss += ((total_R1 - positive_R1) * weight_R1).sum()
         if gradients:
-            d_score_RV = score_RV.sub_(total_R1).exp_()
-            d_score_RV.scatter_add_(1, target_R, torch.full_like(positive_R1, -1.0))
-            if weight_R1 is not None:
-                d_score_RV.mul_(weight_R1)
-            torch.mm(d_score_RV, item_VH, out=gradients[0][start : start + rows])
-            gradients[1].addmm_(d_score_RV.t(), query_RH, beta=1 if start else 0)
+            d_score_RV = share_RV.scatter_add_(1, target_R[:, None], torch.full_like(positive_R1, -1.0))
+            torch.mm(d_score_RV, item_VH, out=gradients[0][these]).mul_(weight_R1)
+            gradients[1].addmm_(d_score_RV.t(), query_RH * weight_R1, beta=1 if start else 0)
 
 
 def _add_pieces(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tensor, gradients: list[Tensor]) -> None:

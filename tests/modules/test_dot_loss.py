@@ -52,6 +52,7 @@ def test_equals_the_block_form(case: str, limit: int, log_q: bool, monkeypatch: 
     monkeypatch.setattr(dot_loss, "_PAIRS", {"cpu": limit})
     monkeypatch.setattr(dot_loss, "_SINGLE", {"cpu": limit})
     monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": limit})
+    monkeypatch.setattr(dot_loss, "_LEAST", 1)
     loss = dot_loss.dot_sampled_softmax(query, item, examples)
     plain = blockwise_loss(
         softmax, Dot(WIDTH, DotConfig(normalize=False, temperature=1.0)), (query,), (item,), examples, None, 0.0
