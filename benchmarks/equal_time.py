@@ -3,18 +3,20 @@
     python -m benchmarks.equal_time --source FOLDER [--datasets half,ml-100k] [--widths 16,64] [--seeds 3]
         [--out runs/equal-time] [--plot docs/equal-time.svg]
 
-For each dataset, width and seed: the recipe `auto`, "start", which scores all items (full softmax); from its weights,
-MoL (4x4) with 128 of 2,048 negatives (model.loss.resample); and, from the same weights, the dot product for as many
-epochs as take MoL's CPU time, both with rates that fall from 0.001. One thread, FP32, no refits; each run is tested
-after its best epoch on validation. The table has the means over the seeds, and MoL less the dot product over the same
-users, with the standard error over the users or the seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip`
+For each dataset, width and seed: "start", which scores all items (full softmax), by the recipe `auto`, or on `ml-1m-8`
+and `half-8` by ml-1m-hstu with genres and years, on `half-8` with times too; from its weights, MoL (4x4) with 128 of
+2,048 negatives (model.loss.resample); and, from the same weights, the dot product for as many epochs as take MoL's CPU
+time, both with rates that fall from 0.001. One thread, FP32, no refits; each run is tested after its best epoch on
+validation. The table has the means over the seeds, and MoL less the dot product over the same users, with the standard
+error over the users or the seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip`
 and `half/`, which holds the lines of users 1 to 2,999 of MovieLens-1M's `ratings.dat`. A run that is complete in --out
 is not repeated.
 """
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,16 @@ class Dataset:
     """Epochs of the first dot product."""
     mol: int
     """Epochs of MoL."""
+    data: str = ""
+    """What is prepared, if not its own name."""
+    recipe: str = "auto"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+OF_FILMS = {"model.features": ("genres", "year"), "model.item-id-dropout": 0.1}
 DATASETS = {
+    "ml-1m-8": Dataset("MovieLens-1M, 8 blocks", 20, 5, "ml-1m", "ml-1m-hstu", OF_FILMS),
+    "half-8": Dataset("half, 8 blocks, times", 20, 5, "half", "ml-1m-hstu", OF_FILMS | {"model.encoder.times": True}),
     "ml-1m": Dataset("MovieLens-1M", 14, 5),
     "half": Dataset("MovieLens-1M, half", 14, 5),
     "ml-100k": Dataset("MovieLens-100K", 20, 8),
@@ -73,7 +82,8 @@ class Options:
 def main(options: Options) -> None:
     out, drawn = Path(options.out), {}
     for name in options.datasets.split(","):
-        prepared(out / "data" / name, name, Path(options.source))
+        of = DATASETS[name].data or name
+        prepared(out / "data" / of, of, Path(options.source))
         for width in map(int, options.widths.split(",")):
             found = [trained(out, name, width, seed) for seed in range(options.seeds)]
             drawn[name, width] = found
@@ -93,8 +103,9 @@ def prepared(path: Path, name: str, source: Path) -> None:
 def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
     """The runs of a seed."""
     dataset, runs = DATASETS[name], {of: out / f"{name}-{width}-{of}-{seed}" for of in ARMS}
-    base = {"data.path": out / "data" / name, "train.seed": seed, "train.threads": 1, "train.precision": "fp32"}
-    base |= {"train.patience": 0, "model.dim": width, "evaluate.baselines": False}
+    base = {"data.path": out / "data" / (dataset.data or name), "train.seed": seed, "model.dim": width}
+    base |= {"train.threads": 1, "train.precision": "fp32", "train.patience": 0, "evaluate.baselines": False}
+    base |= dataset.settings
 
     def train(of: str, epochs: int, settings: dict[str, Any]) -> float:
         """CPU seconds of an epoch."""
@@ -103,7 +114,7 @@ def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
         if not spent_file(run).exists():
             # Of a run that goes on, the time before would not count.
             shutil.rmtree(run, ignore_errors=True)
-            seconds = cpu_seconds(lambda: logitmix("train", "auto", *words))
+            seconds = cpu_seconds(lambda: logitmix("train", dataset.recipe, *words))
             spent_file(run).write_text(json.dumps({"cpu_s": seconds, "epochs": epochs}))
         return spent(run)["cpu_s"] / epochs
 
