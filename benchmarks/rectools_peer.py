@@ -4,10 +4,10 @@ as peers of ours: leave-one-out, history left out, ranks over all items.
     pip install "rectools[torch]==0.19.0"       # in an environment of its own, which needs no logitmix
     python -P benchmarks/rectools_peer.py ratings.dat --kind hstu --max-length 50 --seconds 80
 
-Two blocks, one head, D = 64, dropout 0.2, batches of 16 users, Adam with a constant rate; otherwise RecTools' defaults:
-softmax over all items, of a dot product (SASRec), or of a cosine, here with a temperature of 0.05, and with times
-(HSTU). `ease`, and `als` and `bm25` of implicit, have no epochs, and are fitted anew with the validation actions for
-the test. CPU seconds are those of training, on one thread.
+Two blocks with one head (or `--blocks 8 --heads 2`), D = 64, dropout 0.2, batches of 16 users, Adam with a constant
+rate; otherwise RecTools' defaults: softmax over all items, of a dot product (SASRec), or of a cosine, here with a
+temperature of 0.05, and with times (HSTU). `ease`, and `als` and `bm25` of implicit, have no epochs, and are fitted
+anew with the validation actions for the test. CPU seconds are those of training, on one thread.
 """
 
 import argparse
@@ -36,6 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ratings")
     parser.add_argument("--kind", choices=("sasrec", "hstu", *SIMPLE), default="hstu")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--max-length", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=80)
     parser.add_argument("--loss", default="softmax", help="of RecTools: softmax, sampled_softmax, gBCE or BCE")
@@ -44,8 +46,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     seed_everything(given.seed)
-    sizes = {"n_blocks": 2, "n_heads": 1, "n_factors": 64, "dropout_rate": 0.2, "session_max_len": given.max_length}
-    sizes |= {"lr": given.lr, "loss": given.loss}
+    sizes = {"n_blocks": given.blocks, "n_heads": given.heads, "n_factors": 64, "dropout_rate": 0.2}
+    sizes |= {"session_max_len": given.max_length, "lr": given.lr, "loss": given.loss}
     of_ratings(model_of(given.kind, sizes), given.ratings, given.seconds)
 
 
