@@ -98,9 +98,9 @@ LEARNED: Mapping[str, dict[str, Any]] = {
         "model.loss.negatives": 2048,
         "model.loss.resample": 128,
     },
-    "hstu": {"model.encoder.kind": "hstu"},
+    "hstu": {"model.encoder.kind": "hstu", "model.encoder.blocks": 2, "model.encoder.heads": 1},
 }
-"""What differs from the recipe `auto`."""
+"""What differs from the recipe `auto`. HSTU is as deep as SASRec: deeper, it needs more than a few minutes."""
 LABELS = BASELINES | {"ease": "EASE", "dot": "dot", "mol": "MoL", "hstu": "HSTU"}
 SHOWN = ("hr@10", "hr@50", "ndcg@10", "mrr")
 CHOICE = "hr@10"
@@ -203,7 +203,8 @@ def config_of(
 ) -> Config:
     """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
     path = place_of(dataset.path)
-    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0))
+    encoder = LEARNED[name]["model.encoder.kind"]
+    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0), encoder=encoder)
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)

@@ -44,6 +44,7 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
         int(items) if items.isdecimal() else 0,
+        last_value(others, "--model.encoder.kind"),
     )
     others, first = take_start_words(others)
     if NO_START in others:

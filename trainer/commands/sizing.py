@@ -24,6 +24,11 @@ MOST_STEPS = 30_000
 HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
+HSTU = {
+    "model.encoder.kind": ("hstu", "ahead of SASRec where so many actions are of long histories"),
+    "model.encoder.blocks": (8, "ahead of 2 after about three minutes on a core"),
+    "model.encoder.heads": (2, "of so many blocks"),
+}
 EMA = 0.99
 AVERAGED = 1_000_000
 """Most items whose rows are averaged: every tenth step passes over all of them, whatever a batch asks for."""
@@ -39,8 +44,9 @@ Sized = Mapping[str, tuple[Any, str]]
 """Settings by name, each with the reason."""
 
 
-def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
-    """What follows from the content of a dataset.json and from data.items, and from nothing else."""
+def sized(description: Mapping[str, Any], most_items: int = 0, encoder: str = "") -> Sized:
+    """What follows from the content of a dataset.json, from data.items and the encoder, if it is chosen, and from
+    nothing else."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
     items = min(items, most_items or items)
     mean = actions / users
@@ -62,8 +68,8 @@ def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
         "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {steps:,} steps"),
         "train.epochs": (max(3, MOST_STEPS // steps), "or until validation stops rising"),
     }
-    if actions >= HSTU_ACTIONS and mean >= HSTU_MEAN:
-        settings["model.encoder.kind"] = ("hstu", f"ahead of SASRec with {actions:,} actions of long histories")
+    if actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and encoder in ("", "hstu"):
+        settings |= HSTU
     if items <= AVERAGED:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
     if users > RANKED:
@@ -77,12 +83,14 @@ def sized(description: Mapping[str, Any], most_items: int = 0) -> Sized:
     return settings
 
 
-def load_sized(name: str, data_path: str = "", scale: int = 1, most_items: int = 0) -> tuple[Config, Sized]:
+def load_sized(
+    name: str, data_path: str = "", scale: int = 1, most_items: int = 0, encoder: str = ""
+) -> tuple[Config, Sized]:
     """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and these settings; for `scale` times
-    the batch, and for a run with `most_items` (data.items). Without a path, the dataset is the recipe's own. If there
-    is no dataset, nothing is sized, and loading it raises the error later."""
+    the batch, and for a run with `most_items` (data.items) and this encoder. Without a path, the dataset is the
+    recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
     require_from(1, 2**16, "--scale", scale)
-    recipe, found = _load(name, data_path, most_items)
+    recipe, found = _load(name, data_path, most_items, encoder)
     if scale == 1:
         return recipe, found
     settings = scaled(recipe, scale)
@@ -107,7 +115,7 @@ def scaled(config: Config, scale: int) -> Sized:
     return settings
 
 
-def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
+def _load(name: str, data_path: str, most_items: int, encoder: str) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name != AUTO:
         return recipe, {}
@@ -115,7 +123,7 @@ def _load(name: str, data_path: str, most_items: int) -> tuple[Config, Sized]:
     if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
     try:
-        found = sized(_description(place), most_items)
+        found = sized(_description(place), most_items, encoder)
     except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found

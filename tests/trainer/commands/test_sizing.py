@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,20 @@ def test_hstu_encodes_long_histories_where_the_actions_are_many(
     (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
     path = str(clicks)
     cli.main(["train", "auto", "--data.path", path])
-    said = "encoder.kind hstu (ahead of SASRec with 400,000 actions of long histories)"
-    assert said in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "encoder.kind hstu (ahead of SASRec where " in said and "encoder.blocks 8 (" in said
     for kind in ("sasrec", "pooled"):
         cli.main(["train", "auto", "--data.path", path, "--model.encoder.kind", kind])
         assert "encoder.kind" not in capsys.readouterr().err
     api.train("auto", "run", {"data.path": path, "model.encoder.kind": "sasrec"})
     blocks = {"blocks": 2, "heads": 1, "dropout": 0.2, "max_length": 200}
     sasrec = SASRecConfig(**blocks)
-    assert [of.model.encoder for of in to_train] == [HSTUConfig(**blocks), sasrec, PooledConfig(max_length=200), sasrec]
+    cli.main(["train", "auto", "--data.path", path, "--model.encoder.kind", "hstu", "--model.encoder.blocks", "4"])
+    api.train("auto", "run", {"data.path": path, "model.encoder.kind": "hstu"})
+    deep = HSTUConfig(**blocks | {"blocks": 8, "heads": 2})
+    assert [of.model.encoder for of in to_train] == [
+        deep, sasrec, PooledConfig(max_length=200), sasrec, replace(deep, blocks=4), deep
+    ]  # fmt: skip
 
 
 def test_what_is_said_stands_above_what_is_sized(
