@@ -3,14 +3,12 @@
     python -m benchmarks.equal_time --source FOLDER [--datasets half,ml-100k] [--widths 16,64] [--seeds 3]
         [--out runs/equal-time] [--plot docs/equal-time.svg]
 
-For each dataset, width and seed: "start", which scores all items (full softmax), by the recipe `auto`, or on `ml-1m-8`
-and `half-8` by ml-1m-hstu with genres and years, on `half-8` with times too; from its weights, MoL (4x4) with 128 of
-2,048 negatives (model.loss.resample); and, from the same weights, the dot product for as many epochs as take MoL's CPU
-time, both with rates that fall from 0.001. One thread, FP32, no refits; each run is tested after its best epoch on
-validation. The table has the means over the seeds, and MoL less the dot product over the same users, with the standard
-error over the users or the seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip`
-and `half/`, which holds the lines of users 1 to 2,999 of MovieLens-1M's `ratings.dat`. A run that is complete in --out
-is not repeated.
+For each dataset, width and seed: the recipe `auto`, "start", which scores all items (full softmax); from its weights,
+`auto-mol`; and, from the same weights, the dot product for as many epochs as take MoL's CPU time, both with rates that
+fall from 0.001. One thread, FP32, no refits; each run is tested after its best epoch on validation. The table has the
+means over the seeds, and MoL less the dot product over the same users, with the standard error over the users or the
+seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip` and `half/`, which holds the lines of users 1 to 2,999
+of MovieLens-1M's `ratings.dat`. A run that is complete in --out is not repeated.
 """
 
 import json
@@ -39,30 +37,14 @@ class Dataset:
     """Epochs of the first dot product."""
     mol: int
     """Epochs of MoL."""
-    data: str = ""
-    """What is prepared, if not its own name."""
-    recipe: str = "auto"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-OF_FILMS = {"model.features": ("genres", "year"), "model.item-id-dropout": 0.1}
 DATASETS = {
-    "ml-1m-8": Dataset("MovieLens-1M, 8 blocks", 20, 5, "ml-1m", "ml-1m-hstu", OF_FILMS),
-    "half-8": Dataset("half, 8 blocks, times", 20, 5, "half", "ml-1m-hstu", OF_FILMS | {"model.encoder.times": True}),
-    "ml-1m": Dataset("MovieLens-1M", 14, 5),
-    "half": Dataset("MovieLens-1M, half", 14, 5),
+    "ml-1m": Dataset("MovieLens-1M", 14, 4),
+    "half": Dataset("MovieLens-1M, half, times", 14, 4, {"model.encoder.times": True}),
     "ml-100k": Dataset("MovieLens-100K", 20, 8),
     "interests": Dataset("disjoint interests", 60, 16),
-}
-MOL = {
-    "model.similarity.kind": "mol",
-    "model.similarity.query-components": 4,
-    "model.similarity.item-components": 4,
-    "model.similarity.gate-hidden": 32,
-    "model.similarity.projection-hidden": 128,
-    "model.loss.share": "sequence",
-    "model.loss.negatives": 2048,
-    "model.loss.resample": 128,
 }
 ARMS = {"start": "0.6", "dot": "tab:blue", "mol": "tab:orange"}
 """With their colors."""
@@ -82,8 +64,7 @@ class Options:
 def main(options: Options) -> None:
     out, drawn = Path(options.out), {}
     for name in options.datasets.split(","):
-        of = DATASETS[name].data or name
-        prepared(out / "data" / of, of, Path(options.source))
+        prepared(out / "data" / name, name, Path(options.source))
         for width in map(int, options.widths.split(",")):
             found = [trained(out, name, width, seed) for seed in range(options.seeds)]
             drawn[name, width] = found
@@ -103,24 +84,24 @@ def prepared(path: Path, name: str, source: Path) -> None:
 def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
     """The runs of a seed."""
     dataset, runs = DATASETS[name], {of: out / f"{name}-{width}-{of}-{seed}" for of in ARMS}
-    base = {"data.path": out / "data" / (dataset.data or name), "train.seed": seed, "model.dim": width}
+    base = {"data.path": out / "data" / name, "train.seed": seed, "model.dim": width}
     base |= {"train.threads": 1, "train.precision": "fp32", "train.patience": 0, "evaluate.baselines": False}
     base |= dataset.settings
 
-    def train(of: str, epochs: int, settings: dict[str, Any]) -> float:
+    def train(of: str, epochs: int, settings: dict[str, Any], recipe: tuple[str, ...] = ("auto",)) -> float:
         """CPU seconds of an epoch."""
         run, every = runs[of], max(1, epochs // 5)
         words = words_of(base | {"train.epochs": epochs, "evaluate.every-epochs": every, "run": run} | settings)
         if not spent_file(run).exists():
             # Of a run that goes on, the time before would not count.
             shutil.rmtree(run, ignore_errors=True)
-            seconds = cpu_seconds(lambda: logitmix("train", dataset.recipe, *words))
+            seconds = cpu_seconds(lambda: logitmix("train", *recipe, *words))
             spent_file(run).write_text(json.dumps({"cpu_s": seconds, "epochs": epochs}))
         return spent(run)["cpu_s"] / epochs
 
     of_start = train("start", dataset.start, {"train.schedule": "wsd"})
+    of_mol = train("mol", dataset.mol, {"warm-start": runs["start"]}, ("auto-mol", "--no-start"))
     then = {"warm-start": runs["start"], "train.schedule": "linear", "tables.lr": 0.001, "dense.lr": 0.001}
-    of_mol = train("mol", dataset.mol, MOL | then)
     train("dot", max(1, round(dataset.mol * of_mol / of_start)), then)
     return runs
 

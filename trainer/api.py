@@ -79,16 +79,13 @@ def train(
     _require_whole(scale=scale)
     items = settings.get("data.items")
     most_items = items if isinstance(items, int) and items > 0 else 0
-    path, encoder = (str(settings.get(name, "")) for name in ("data.path", "model.encoder.kind"))
-    config, found = load_sized(recipe, path, scale, most_items, encoder)
+    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, most_items, settings)
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         say(sizes)
-    folder = path_of(run)
-    results = loop.train(config, folder, callbacks)
-    return shown_metrics(
-        results, f"{refit_path(folder) if config.train.refit else folder}: {_of_step('test', results)}"
-    )
+    path = path_of(run)
+    results = loop.train(config, path, callbacks)
+    return shown_metrics(results, f"{refit_path(path) if config.train.refit else path}: {_of_step('test', results)}")
 
 
 @quietly()

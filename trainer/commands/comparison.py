@@ -203,8 +203,7 @@ def config_of(
 ) -> Config:
     """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
     path = place_of(dataset.path)
-    encoder = LEARNED[name]["model.encoder.kind"]
-    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0), encoder=encoder)
+    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0), given=LEARNED[name])
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)

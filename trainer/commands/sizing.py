@@ -1,9 +1,10 @@
-"""The recipe `auto`: settings that follow from a dataset's size; and recipes for more ranks. Imports no torch."""
+"""The recipes `auto` and `auto-mol`: settings that follow from a dataset's size; and recipes for more ranks. Imports no
+torch."""
 
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from logitmix.common.files import from_json
@@ -11,7 +12,9 @@ from logitmix.common.mappings import require_from
 from logitmix.common.storage import fetch, path_of
 from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
-AUTO = "auto"
+AUTO, AUTO_MOL = "auto", "auto-mol"
+OF_START = ("model.loss.negatives", "train.epochs", "evaluate.every_epochs")
+"""What is sized of the run that auto-mol trains first, and not of itself."""
 POSITIONS = 4000
 """Positions of a batch, about; fewer with short histories, because a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
@@ -24,10 +27,11 @@ MOST_STEPS = 30_000
 HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
+KIND, LENGTH = "model.encoder.kind", "model.encoder.max_length"
 HSTU = {
-    "model.encoder.kind": ("hstu", "ahead of SASRec where so many actions are of long histories"),
+    KIND: ("hstu", "ahead of SASRec where so many actions are of long histories"),
     "model.encoder.blocks": (8, "ahead of 2 after about three minutes on a core"),
-    "model.encoder.heads": (2, "of so many blocks"),
+    "model.encoder.heads": (2, "for 8 blocks"),
 }
 EMA = 0.99
 AVERAGED = 1_000_000
@@ -42,10 +46,11 @@ ITEM_ID_DROPOUT = 0.1
 
 Sized = Mapping[str, tuple[Any, str]]
 """Settings by name, each with the reason."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def sized(description: Mapping[str, Any], most_items: int = 0, encoder: str = "") -> Sized:
-    """What follows from the content of a dataset.json, from data.items and the encoder, if it is chosen, and from
+def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[str, Any] = NOTHING) -> Sized:
+    """What follows from the content of a dataset.json, from data.items and what is `given` of the encoder, and from
     nothing else."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
     items = min(items, most_items or items)
@@ -54,22 +59,29 @@ def sized(description: Mapping[str, Any], most_items: int = 0, encoder: str = ""
     # Two actions are held out, and of the others all but the last are inputs.
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
-    steps = -(-users // batch)
+    hstu = actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and given.get(KIND, "hstu") == "hstu"
+    windows = hstu and LENGTH not in given
+    steps, most = -(-users // batch), -(-(users + windows * actions // longest) // batch)
     known = _of_items(description)
     # Neither paid (benchmarks/notes/features.md), and with dates, requests would need their time.
     left_out = [f["name"] for f in known if f["kind"] in ("date", "text")]
     features = [f["name"] for f in known if f["name"] not in left_out]
     settings: dict[str, tuple[Any, str]] = {
-        "model.encoder.max_length": (longest, f"users have {mean:.1f} actions on average"),
+        LENGTH: (longest, f"users have {mean:.1f} actions on average"),
         "train.batch_size": (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),
         "model.loss.negatives": (
             (0, f"all {items:,} items") if items <= 2 * NEGATIVES else (NEGATIVES, f"of {items:,} items")
         ),
-        "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {steps:,} steps"),
-        "train.epochs": (max(3, MOST_STEPS // steps), "or until validation stops rising"),
+        "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {'at least ' * windows}{steps:,} steps"),
+        "train.epochs": (max(3, MOST_STEPS // most), "or until validation stops rising"),
     }
-    if actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and encoder in ("", "hstu"):
+    if hstu:
         settings |= HSTU
+    if windows:
+        settings["train.stride"] = (
+            longest,
+            "longer histories are trained on in windows, so that no action is left out",
+        )
     if items <= AVERAGED:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
     if users > RANKED:
@@ -84,13 +96,13 @@ def sized(description: Mapping[str, Any], most_items: int = 0, encoder: str = ""
 
 
 def load_sized(
-    name: str, data_path: str = "", scale: int = 1, most_items: int = 0, encoder: str = ""
+    name: str, data_path: str = "", scale: int = 1, most_items: int = 0, given: Mapping[str, Any] = NOTHING
 ) -> tuple[Config, Sized]:
-    """A recipe from `load_recipe`, with the dataset's settings if it is `auto`, and these settings; for `scale` times
-    the batch, and for a run with `most_items` (data.items) and this encoder. Without a path, the dataset is the
-    recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
+    """A recipe from `load_recipe`, with the dataset's settings if it is sized, and these settings; for `scale` times
+    the batch, and for a run with `most_items` (data.items) and what is `given` of the encoder. Without a path, the
+    dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
     require_from(1, 2**16, "--scale", scale)
-    recipe, found = _load(name, data_path, most_items, encoder)
+    recipe, found = _load(name, data_path, most_items, given)
     if scale == 1:
         return recipe, found
     settings = scaled(recipe, scale)
@@ -104,8 +116,8 @@ def scaled(config: Config, scale: int) -> Sized:
     Rules for Adaptive Gradient Algorithms", 2022); a moving average forgets as many examples (Busbridge et al., "How to
     Scale Your EMA", 2023); epochs, and the epochs of a warm-up, stay.
     """
-    rates = [name for name in flatten(replace(config, start={})) if name.endswith(".lr")]
     now, times = flatten(config), f"{scale} times the batch"
+    rates = [name for name in now if name.endswith(".lr")]
     settings: dict[str, tuple[Any, str]] = {"train.batch_size": (now["train.batch_size"] * scale, times)}
     settings |= {name: (float(f"{now[name] * math.sqrt(scale):.4g}"), f"times the root of {scale}") for name in rates}
     if warmup := now["train.warmup_steps"]:
@@ -115,15 +127,17 @@ def scaled(config: Config, scale: int) -> Sized:
     return settings
 
 
-def _load(name: str, data_path: str, most_items: int, encoder: str) -> tuple[Config, Sized]:
+def _load(name: str, data_path: str, most_items: int, given: Mapping[str, Any]) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
-    if name != AUTO:
+    if name not in (AUTO, AUTO_MOL):
         return recipe, {}
     place = data_path or recipe.data.path
     if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
     try:
-        found = sized(_description(place), most_items, encoder)
+        found = sized(_description(place), most_items, given)
+        if name == AUTO_MOL:
+            found = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
     except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
@@ -148,7 +162,7 @@ def settled(config: Config, found: Sized) -> tuple[Config, str]:
         if not of_items & {*config.model.features}:
             config = with_settings(config, {DROPOUT: 0.0})
     now = flatten(config)
-    kept = {name: of for name, of in found.items() if now[name] == of[0]}
+    kept = {name: of for name, of in found.items() if now.get(name) == of[0]}
     if not kept:
         return config, ""
     said = "; ".join(f"{name.removeprefix('model.')} {value} ({reason})" for name, (value, reason) in kept.items())

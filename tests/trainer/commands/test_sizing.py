@@ -142,8 +142,32 @@ def test_only_what_is_kept_is_said(clicks: Path) -> None:
     assert settled(load_recipe("auto"), {}) == (load_recipe("auto"), "")
 
 
+def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> None:
+    alone, _ = load_sized("auto", str(clicks))
+    config, said = settled(*load_sized("auto-mol", str(clicks)))
+    first = config.first
+    assert first is not None and first.train.epochs == alone.train.epochs and "start.train.epochs 3750 (" in said
+    assert (first.model, first.tables, first.dense) == (alone.model, alone.tables, alone.dense)
+    assert config.train.batch_size == first.train.batch_size == alone.train.batch_size
+    assert config.model.loss.resample == 128 and config.train.epochs == 5 and config.evaluate.every_epochs == 1
+    cli.main(["train", "auto-mol", "--data.path", str(clicks), "--no-start"])
+    assert to_train == [replace(config, start={})]
+    # For so many ranks, both have a larger batch and rates.
+    wide, _ = load_sized("auto-mol", str(clicks), scale=4)
+    assert wide.first is not None and wide.first.tables.lr == 2 * first.tables.lr and wide.tables.lr == 0.002
+
+
+def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[Config]) -> None:
+    assert "train.stride" not in sized(described(2_667, 3_000, 400_000))
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
+    for words in ([], ["--model.encoder.max-length", "50"], ["--model.encoder.kind=sasrec"]):
+        cli.main(["train", "auto", "--data.path", str(clicks), *words])
+    api.train("auto", "run", {"data.path": str(clicks), "model.encoder.max_length": 50})
+    assert [of.train.stride for of in to_train] == [200, 0, 0, 0]
+
+
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
-    for name in set(recipe_names()) - {"auto"}:
+    for name in set(recipe_names()) - {"auto", "auto-mol"}:
         assert load_sized(name, str(clicks)) == (load_recipe(name), {})
     (tmp_path / "broken").mkdir()
     for content in ("{", "[" * 100_000, "[]", "{}", '{"users": null}'):

@@ -375,9 +375,14 @@ def test_the_command_line_changes_them(tmp_path: Path, refusal: Callable[..., st
 
 def test_the_recipes_start_as_the_dot_products_recipes_train() -> None:
     starting = {name: load_recipe(name).first for name in recipe_names()}
-    pairs = {"ml-1m-mol": "ml-1m-dot", "ml-1m-hstu-mol": "ml-1m-hstu"}
+    pairs = {"auto-mol": "auto", "ml-1m-mol": "ml-1m-dot", "ml-1m-hstu-mol": "ml-1m-hstu"}
+    # Those of auto-mol are sized.
+    others = {
+        "auto-mol": {"train.epochs", "model.loss.negatives"},
+        "ml-1m-mol": {"train.epochs", "evaluate.every_epochs"},
+    }
     assert {name for name, first in starting.items() if first} == pairs.keys()
     for name, dot in pairs.items():
         first, alone = flatten(starting[name]), flatten(load_recipe(dot))
         differ = {setting for setting in first if first[setting] != alone.get(setting)} - {"evaluate.baselines"}
-        assert differ == ({"train.epochs", "evaluate.every_epochs"} if name == "ml-1m-mol" else set())
+        assert differ == others.get(name, set())
