@@ -15,6 +15,8 @@ from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 AUTO, AUTO_MOL = "auto", "auto-mol"
 OF_START = ("model.loss.negatives", "train.epochs", "evaluate.every_epochs")
 """What is sized of the run that auto-mol trains first, and not of itself."""
+ONE_STAGE = 20_000
+"""Most items that auto-mol scores without an h-indexer."""
 POSITIONS = 4000
 """Positions of a batch, about; fewer with short histories, because a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
@@ -137,7 +139,10 @@ def _load(name: str, data_path: str, most_items: int, given: Mapping[str, Any]) 
     try:
         found = sized(_description(place), most_items, given)
         if name == AUTO_MOL:
-            found = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
+            found = {f"start.{setting}" if setting in OF_START else setting: of for setting, of in found.items()}
+            items = min(_description(place)["items"], most_items or math.inf)
+            if items > ONE_STAGE:
+                found["model.hindexer.weight"] = (0.3, f"finds those of {items:,} items that MoL scores")
     except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found

@@ -152,6 +152,11 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
     assert config.model.loss.resample == 128 and config.train.epochs == 5 and config.evaluate.every_epochs == 1
     cli.main(["train", "auto-mol", "--data.path", str(clicks), "--no-start"])
     assert to_train == [replace(config, start={})]
+    # Where items are many, it has an h-indexer.
+    (clicks / "dataset.json").write_text(json.dumps(described(1000, 20_001, 20_000)))
+    weights = {items: load_sized("auto-mol", str(clicks), most_items=items)[0] for items in (0, 20_000, 20_001)}
+    assert [of.model.hindexer.weight for of in weights.values()] == [0.3, 0.0, 0.3]
+    assert all(of.first is not None and of.first.model.hindexer.weight == 0 for of in weights.values())
     # For so many ranks, both have a larger batch and rates.
     wide, _ = load_sized("auto-mol", str(clicks), scale=4)
     assert wide.first is not None and wide.first.tables.lr == 2 * first.tables.lr and wide.tables.lr == 0.002
