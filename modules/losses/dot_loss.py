@@ -60,7 +60,7 @@ _ALL_PAIRS = {"cpu": 2**18, "cuda": 2**26}
 """Most scores at once when all items are scored, to fit a core's cache, but for _LEAST."""
 _LEAST = 64
 """Positions at once even so, because products with fewer read the items too often, while their scores fit _MOST."""
-_MOST = 2**25
+_MOST = 2**23
 
 
 class _DotSoftmax(torch.autograd.Function):
@@ -98,6 +98,7 @@ def _write_all(query_TH: Tensor, item_VH: Tensor, examples: Examples, loss: Tens
         positive_R1 = (query_RH * _rows(item_VH, target_R)).sum(1, keepdim=True)
         score_RV = torch.addmm(log_count_V, query_RH, item_VH.t()).scatter_(1, target_R[:, None], positive_R1)
         share_RV = score_RV.softmax(1)
+        # The log of the sum of exponentials, without computing them again.
         total_R1 = score_RV.amax(1, keepdim=True) - share_RV.amax(1, keepdim=True).log()
         loss += ((total_R1 - positive_R1) * weight_R1).sum()
         if gradients:

@@ -126,8 +126,8 @@ def plain_loss(
 def test_with_every_item_it_is_the_cross_entropy_over_the_corpus(
     kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": limit})
-    monkeypatch.setattr(dot_loss, "_LEAST", 1)
+    monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": 1})
+    monkeypatch.setattr(dot_loss, "_MOST", limit)
     similarity, positions, items = SIMILARITIES[kind], 23, 37
     query, item = sides(similarity, positions, items)
     target_T = torch.arange(positions) * 7 % 11

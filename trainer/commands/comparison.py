@@ -216,6 +216,8 @@ def config_of(
         "train.epochs": ENDLESS,
         "train.schedule": "wsd",
         "train.patience": 0,
+        # All methods see the same actions.
+        "train.stride": 0,
         "evaluate.baselines": False,
         "evaluate.users": config.evaluate.users if users <= most else most,
     }

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from logitmix.common.mappings import class_of_kind, nearest
 from logitmix.trainer.commands.flags import last_value, take
 from logitmix.trainer.commands.recipe_help import show_help
-from logitmix.trainer.commands.sizing import KIND, LENGTH, load_sized, settled
+from logitmix.trainer.commands.sizing import GIVEN, load_sized, settled
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import (
     KINDS,
@@ -38,14 +38,14 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
         raise ValueError(f"{command} needs a recipe first: logitmix {command} RECIPE [--section.field VALUE ...]")
     others, help_asked = take(words[1:], ("-h", "--help").__contains__)
     scale, items = last_value(others, "--scale"), last_value(others, "--data.items")
-    given = {name: last_value(others, "--" + name.replace("_", "-")) for name in (KIND, LENGTH)}
+    named = ((name, last_value(others, f"--{flag}")) for name in GIVEN for flag in (name, name.replace("_", "-")))
     # The parser refuses what is no number.
     recipe, found = load_sized(
         words[0],
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
         int(items) if items.isdecimal() else 0,
-        {name: value for name, value in given.items() if value},
+        {name: value for name, value in named if value},
     )
     others, first = take_start_words(others)
     if NO_START in others:

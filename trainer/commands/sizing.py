@@ -15,6 +15,8 @@ from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 AUTO, AUTO_MOL = "auto", "auto-mol"
 OF_START = ("model.loss.negatives", "train.epochs", "evaluate.every_epochs")
 """What is sized of the run that auto-mol trains first, and not of itself."""
+MOL_EPOCHS = 5
+"""Of auto-mol's MoL, unless these are fewer than STEPS."""
 ONE_STAGE = 20_000
 """Most items that auto-mol scores without an h-indexer."""
 POSITIONS = 4000
@@ -29,7 +31,9 @@ MOST_STEPS = 30_000
 HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
-KIND, LENGTH = "model.encoder.kind", "model.encoder.max_length"
+KIND, LENGTH, STRIDE = "model.encoder.kind", "model.encoder.max_length", "train.stride"
+GIVEN = (KIND, LENGTH, STRIDE)
+"""Settings of the user that others follow."""
 HSTU = {
     KIND: ("hstu", "ahead of SASRec where so many actions are of long histories"),
     "model.encoder.blocks": (8, "ahead of 2 after about three minutes on a core"),
@@ -52,8 +56,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[str, Any] = NOTHING) -> Sized:
-    """What follows from the content of a dataset.json, from data.items and what is `given` of the encoder, and from
-    nothing else."""
+    """What follows from the content of a dataset.json, from data.items and which of GIVEN are `given`, and from nothing
+    else."""
     users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
     items = min(items, most_items or items)
     mean = actions / users
@@ -62,8 +66,9 @@ def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[st
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
     hstu = actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and given.get(KIND, "hstu") == "hstu"
-    windows = hstu and LENGTH not in given
-    steps, most = -(-users // batch), -(-(users + windows * actions // longest) // batch)
+    windows = hstu and not given.keys() & {LENGTH, STRIDE}
+    steps = -(-users // batch)
+    most = -(-(users + actions // longest) // batch) if windows else steps
     known = _of_items(description)
     # Neither paid (benchmarks/notes/features.md), and with dates, requests would need their time.
     left_out = [f["name"] for f in known if f["kind"] in ("date", "text")]
@@ -74,16 +79,13 @@ def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[st
         "model.loss.negatives": (
             (0, f"all {items:,} items") if items <= 2 * NEGATIVES else (NEGATIVES, f"of {items:,} items")
         ),
-        "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {'at least ' * windows}{steps:,} steps"),
+        "evaluate.every_epochs": (-(-STEPS // steps), f"an epoch is {'at least ' if windows else ''}{steps:,} steps"),
         "train.epochs": (max(3, MOST_STEPS // most), "or until validation stops rising"),
     }
     if hstu:
         settings |= HSTU
     if windows:
-        settings["train.stride"] = (
-            longest,
-            "longer histories are trained on in windows, so that no action is left out",
-        )
+        settings[STRIDE] = (longest, "longer histories are trained on in windows, so that no action is left out")
     if items <= AVERAGED:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
     if users > RANKED:
@@ -101,7 +103,7 @@ def load_sized(
     name: str, data_path: str = "", scale: int = 1, most_items: int = 0, given: Mapping[str, Any] = NOTHING
 ) -> tuple[Config, Sized]:
     """A recipe from `load_recipe`, with the dataset's settings if it is sized, and these settings; for `scale` times
-    the batch, and for a run with `most_items` (data.items) and what is `given` of the encoder. Without a path, the
+    the batch, and for a run with `most_items` (data.items) and which of GIVEN are `given`. Without a path, the
     dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
     require_from(1, 2**16, "--scale", scale)
     recipe, found = _load(name, data_path, most_items, given)
@@ -137,15 +139,25 @@ def _load(name: str, data_path: str, most_items: int, given: Mapping[str, Any]) 
     if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
     try:
-        found = sized(_description(place), most_items, given)
+        description = _description(place)
+        found = sized(description, most_items, given)
         if name == AUTO_MOL:
-            found = {f"start.{setting}" if setting in OF_START else setting: of for setting, of in found.items()}
-            items = min(_description(place)["items"], most_items or math.inf)
-            if items > ONE_STAGE:
-                found["model.hindexer.weight"] = (0.3, f"finds those of {items:,} items that MoL scores")
+            found = _of_mol(found, description["users"], min(description["items"], most_items or math.inf))
     except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
+
+
+def _of_mol(found: Sized, users: int, items: float) -> Sized:
+    """Those of `auto` as those of auto-mol, which trains it first."""
+    settings = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
+    steps = -(-max(1, users) // found["train.batch_size"][0])
+    epochs = max(MOL_EPOCHS, -(-STEPS // steps))
+    settings["train.epochs"] = (epochs, f"{STEPS:,} steps or more")
+    settings["evaluate.every_epochs"] = (epochs // MOL_EPOCHS, "about five evaluations")
+    if items > ONE_STAGE:
+        settings["model.hindexer.weight"] = (0.3, f"finds those of {items:,} items that MoL scores")
+    return settings
 
 
 def _description(place: str) -> Mapping[str, Any]:
@@ -167,6 +179,8 @@ def settled(config: Config, found: Sized) -> tuple[Config, str]:
         if not of_items & {*config.model.features}:
             config = with_settings(config, {DROPOUT: 0.0})
     now = flatten(config)
+    # Nothing is trained first where the weights come from elsewhere.
+    now = {name: value for name, value in now.items() if not (config.warm_start and name.startswith("start."))}
     kept = {name: of for name, of in found.items() if now.get(name) == of[0]}
     if not kept:
         return config, ""

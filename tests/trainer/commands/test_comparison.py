@@ -18,7 +18,7 @@ from logitmix.trainer import cli, loop
 from logitmix.trainer.commands import comparison, sizing
 from logitmix.trainer.commands.comparison import compare, next_step, verdict, with_intervals
 from logitmix.trainer.commands.sizing import load_sized
-from logitmix.trainer.config import Config, dump_toml, with_settings
+from logitmix.trainer.config import Config, dump_toml, flatten, with_settings
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.repeats import are_common
@@ -368,7 +368,9 @@ def test_the_methods_encoders_are_the_same_where_auto_takes_hstu(
 
     def kinds() -> list[str]:
         configs = [comparison.config_of(name, dataset, 5, 1) for name in comparison.LEARNED]
-        return [of.model.encoder.kind for config in configs for of in (config, config.first) if of]
+        all_of = [of for config in configs for of in (config, config.first) if of]
+        assert {(of.train.stride, flatten(of)["model.encoder.blocks"]) for of in all_of} == {(0, 2)}
+        return [of.model.encoder.kind for of in all_of]
 
     before = kinds()
     monkeypatch.setattr(sizing, "HSTU_ACTIONS", 1)

@@ -149,7 +149,10 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
     assert first is not None and first.train.epochs == alone.train.epochs and "start.train.epochs 3750 (" in said
     assert (first.model, first.tables, first.dense) == (alone.model, alone.tables, alone.dense)
     assert config.train.batch_size == first.train.batch_size == alone.train.batch_size
-    assert config.model.loss.resample == 128 and config.train.epochs == 5 and config.evaluate.every_epochs == 1
+    # An epoch has 8 steps.
+    assert config.model.loss.resample == 128 and (config.train.epochs, config.evaluate.every_epochs) == (38, 7)
+    elsewhere = with_settings(config, {"warm_start": "runs/before"})
+    assert "start." not in settled(elsewhere, load_sized("auto-mol", str(clicks))[1])[1]
     cli.main(["train", "auto-mol", "--data.path", str(clicks), "--no-start"])
     assert to_train == [replace(config, start={})]
     # Where items are many, it has an h-indexer.
@@ -165,10 +168,13 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
 def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[Config]) -> None:
     assert "train.stride" not in sized(described(2_667, 3_000, 400_000))
     (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
-    for words in ([], ["--model.encoder.max-length", "50"], ["--model.encoder.kind=sasrec"]):
+    others = (["--model.encoder.max-length", "50"], ["--model.encoder.max_length=50"], ["--model.encoder.kind=sasrec"])
+    for words in ([], *others, ["--train.stride", "100"]):
         cli.main(["train", "auto", "--data.path", str(clicks), *words])
     api.train("auto", "run", {"data.path": str(clicks), "model.encoder.max_length": 50})
-    assert [of.train.stride for of in to_train] == [200, 0, 0, 0]
+    assert [of.train.stride for of in to_train] == [200, 0, 0, 0, 100, 0]
+    # 167 steps of users' last windows, 292 of all.
+    assert [of.train.epochs for of in to_train] == [102, 179, 179, 179, 179, 179]
 
 
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
