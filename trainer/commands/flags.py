@@ -30,7 +30,7 @@ def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def last_value(words: Sequence[str], flag: str) -> str:
-    """A flag's value in the words, before they are parsed: the last one counts, as for the parser. Empty if there is
-    none."""
-    _, taken = take(words, flag.__eq__)
+    """A flag's value in the words, before they are parsed: the last one counts, and "_" is "-", as for the parser.
+    Empty if there is none."""
+    _, taken = take(words, lambda word: word.replace("_", "-") == flag.replace("_", "-"))
     return taken[-1][1] if taken else ""

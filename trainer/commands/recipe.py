@@ -38,14 +38,13 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
         raise ValueError(f"{command} needs a recipe first: logitmix {command} RECIPE [--section.field VALUE ...]")
     others, help_asked = take(words[1:], ("-h", "--help").__contains__)
     scale, items = last_value(others, "--scale"), last_value(others, "--data.items")
-    named = ((name, last_value(others, f"--{flag}")) for name in GIVEN for flag in (name, name.replace("_", "-")))
     # The parser refuses what is no number.
     recipe, found = load_sized(
         words[0],
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
         int(items) if items.isdecimal() else 0,
-        {name: value for name, value in named if value},
+        {name: value for name in GIVEN if (value := last_value(others, f"--{name}"))},
     )
     others, first = take_start_words(others)
     if NO_START in others:

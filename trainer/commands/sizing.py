@@ -142,17 +142,17 @@ def _load(name: str, data_path: str, most_items: int, given: Mapping[str, Any]) 
         description = _description(place)
         found = sized(description, most_items, given)
         if name == AUTO_MOL:
-            found = _of_mol(found, description["users"], min(description["items"], most_items or math.inf))
+            found = _of_mol(found, min(description["items"], most_items or math.inf))
     except (ValueError, KeyError, TypeError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
 
 
-def _of_mol(found: Sized, users: int, items: float) -> Sized:
+def _of_mol(found: Sized, items: float) -> Sized:
     """Those of `auto` as those of auto-mol, which trains it first."""
     settings = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
-    steps = -(-max(1, users) // found["train.batch_size"][0])
-    epochs = max(MOL_EPOCHS, -(-STEPS // steps))
+    # `auto` is evaluated every STEPS.
+    epochs = max(MOL_EPOCHS, found["evaluate.every_epochs"][0])
     settings["train.epochs"] = (epochs, f"{STEPS:,} steps or more")
     settings["evaluate.every_epochs"] = (epochs // MOL_EPOCHS, "about five evaluations")
     if items > ONE_STAGE:
