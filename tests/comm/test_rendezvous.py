@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,10 +100,18 @@ def test_all_ranks_learn_why_one_has_failed(
     assert refused(met(store, ranks, 3), kind) == f"rank {failing} (on b) failed: no dataset at data/x"
 
 
-def test_a_rank_that_never_came_is_named_by_all(store: dist.Store) -> None:
+def test_a_rank_that_never_came_is_named_by_all(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = rendezvous._Lead._look_for
+
+    def until_rank_2_is_here(lead: Any, rank: int) -> None:
+        look(lead, rank)
+        if 2 in lead.here:
+            monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: math.inf, sleep=time.sleep))
+
+    monkeypatch.setattr(rendezvous._Lead, "_look_for", until_rank_2_is_here)
     ranks = {rank: (member(), FACTS) for rank in (0, 2)}
-    said = refused(met(store, ranks, 4, seconds=0.5), LostRank)
-    assert said == "rank 0 waited 0.5 s for the others: ranks 1, 3 never came"
+    said = refused(met(store, ranks, 4), LostRank)
+    assert said == "rank 0 waited 20 s for the others: ranks 1, 3 never came"
 
 
 def test_without_rank_0_the_others_say_so(store: dist.Store) -> None:
