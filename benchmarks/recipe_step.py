@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -17,12 +17,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from benchmarks.measure import drawing, machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, DataConfig, load_recipe, with_settings
+from logitmix.trainer.commands.sizing import load_sized
+from logitmix.trainer.config import Config, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
@@ -34,9 +36,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def main(recipe: str, data: str, steps: int, plot: str) -> None:
-    config = with_settings(load_recipe(recipe), {"train.precision": "bf16"})
-    if data:
-        config = replace(config, data=DataConfig(path=data))
+    config = config_of(recipe, data)
     torch.set_num_threads(config.train.threads)
     logging.disable(logging.WARNING)
     result = measure(config, steps)
@@ -44,6 +44,11 @@ def main(recipe: str, data: str, steps: int, plot: str) -> None:
     if plot:
         _draw(result, f"A training step of {recipe}: share of its CPU time", setting, plot)
     _show(result, setting)
+
+
+def config_of(recipe: str, data: str) -> Config:
+    settings = {"train.precision": "bf16"} | ({"data.path": data} if data else {})
+    return with_settings(load_sized(recipe, data)[0], settings)
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
@@ -80,7 +85,7 @@ class Parts:
     """CPU seconds by part and direction."""
 
     seconds: Counter[tuple[str, str]] = field(default_factory=Counter)
-    cuts: list[tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=list)
+    cuts: list[tuple[str, list[Tensor], list[Tensor]]] = field(default_factory=list)
     within: float = 0.0
     """Seconds taken by parts within the one that is timed."""
 
@@ -103,9 +108,12 @@ class Parts:
     @contextmanager
     def cutting(self, tower: Tower) -> Iterator[None]:
         """Every part of the tower has a separate graph until `backward`."""
-        similarity, hindexer = tower.similarity, tower.hindexer
-        parts = {
-            "encoder": [(tower.query_tower.encoder, "forward")],
+        similarity, hindexer, queries = tower.similarity, tower.hindexer, tower.query_tower
+        # What both sides, both stages or the encoder and these begin from.
+        embedded = [(of, "forward") for of in (tower.item_tower, queries.users, queries.events)]
+        parts: dict[str, list[tuple[Any, str]]] = {
+            "features": [*embedded, (tower, "at_positions")],
+            "encoder": [(queries.encoder, "forward")],
             "similarity: query tower": [(similarity, "query")],
             "similarity: item tower": [(similarity, "item")],
             "similarity: loss": [(similarity, "sampled_softmax"), (similarity, "sampled_loss")],
@@ -122,10 +130,10 @@ class Parts:
         def timed(*arguments: Any) -> Any:
             with self.time(part, "forward"):
                 result = function(*arguments)
-            outputs = result if isinstance(result, tuple) else (result,)
-            leaves = tuple(output.detach().requires_grad_() for output in outputs)
+            outputs, tree = tree_flatten(result)
+            leaves = [output.detach().requires_grad_() for output in outputs]
             self.cuts.append((part, outputs, leaves))
-            return leaves if isinstance(result, tuple) else leaves[0]
+            return tree_unflatten(leaves, tree)
 
         return timed
 
@@ -133,7 +141,10 @@ class Parts:
         """Backward from each cut's gradient through the part before it, last part first."""
         for part, outputs, leaves in reversed(self.cuts):
             with self.time(part, "backward"):
-                torch.autograd.backward(outputs, [leaf.grad for leaf in leaves])
+                # A dot product uses no features separately.
+                used = [(of, leaf.grad) for of, leaf in zip(outputs, leaves, strict=True) if leaf.grad is not None]
+                if used:
+                    torch.autograd.backward(*zip(*used, strict=True))
         self.cuts.clear()
 
 
