@@ -8,7 +8,8 @@ For each dataset, width and seed: the recipe `auto`, "start", which scores all i
 fall from 0.001. One thread, FP32, no refits; each run is tested after its best epoch on validation. The table has the
 means over the seeds, and MoL less the dot product over the same users, with the standard error over the users or the
 seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip` and `half/`, which holds the lines of users 1 to 2,999
-of MovieLens-1M's `ratings.dat`. A run that is complete in --out is not repeated.
+of MovieLens-1M's `ratings.dat`. A run that is complete in --out is not repeated, and is refused if its settings would
+be others now.
 """
 
 import json
@@ -24,6 +25,9 @@ import tyro
 from benchmarks.arms import prepare
 from benchmarks.measure import cpu_seconds, drawing, logitmix, machine, print_table, words_of
 from logitmix.common.mappings import counted
+from logitmix.trainer.commands.recipe import of_recipe
+from logitmix.trainer.commands.train import Arguments
+from logitmix.trainer.run.folder import require_same_settings
 from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
 from logitmix.trainer.run.results import read_ranks, read_results
 
@@ -91,11 +95,17 @@ def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
     def train(of: str, epochs: int, settings: dict[str, Any], recipe: tuple[str, ...] = ("auto",)) -> float:
         """CPU seconds of an epoch."""
         run, every = runs[of], max(1, epochs // 5)
-        words = words_of(base | {"train.epochs": epochs, "evaluate.every-epochs": every, "run": run} | settings)
-        if not spent_file(run).exists():
+        settings = base | {"train.epochs": epochs, "evaluate.every-epochs": every, "run": run} | settings
+        words = [*recipe, *words_of(settings)]
+        if spent_file(run).exists():
+            require_same_settings(run, of_recipe(Arguments, "train", words, "")[1])
+        else:
             # Of a run that goes on, the time before would not count.
             shutil.rmtree(run, ignore_errors=True)
-            seconds = cpu_seconds(lambda: logitmix("train", *recipe, *words))
+            if of == "start":
+                for other in runs.values():
+                    spent_file(other).unlink(missing_ok=True)
+            seconds = cpu_seconds(lambda: logitmix("train", *words))
             spent_file(run).write_text(json.dumps({"cpu_s": seconds, "epochs": epochs}))
         return spent(run)["cpu_s"] / epochs
 
