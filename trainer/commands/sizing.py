@@ -31,14 +31,20 @@ MOST_STEPS = 30_000
 HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
-KIND, LENGTH, STRIDE = "model.encoder.kind", "model.encoder.max_length", "train.stride"
-GIVEN = (KIND, LENGTH, STRIDE)
+KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
+GIVEN = (KIND, LENGTH, STRIDE, MINUTES)
 """Settings of the user that others follow."""
 HSTU = {
     KIND: ("hstu", "ahead of SASRec where so many actions are of long histories"),
     "model.encoder.blocks": (8, "ahead of 2 after about three minutes on a core"),
     "model.encoder.heads": (2, "for 8 blocks"),
 }
+SHALLOW_MINUTES = 3
+SHALLOW = {
+    "model.encoder.blocks": (2, "8 are ahead only after about three minutes on a core"),
+    "model.encoder.heads": (1, "for 2 blocks"),
+}
+"""Of HSTU, with fewer train.minutes."""
 EMA = 0.99
 AVERAGED = 1_000_000
 """Most items whose rows are averaged: every tenth step passes over all of them, whatever a batch asks for."""
@@ -83,7 +89,7 @@ def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[st
         "train.epochs": (max(3, MOST_STEPS // most), "or until validation stops rising"),
     }
     if hstu:
-        settings |= HSTU
+        settings |= HSTU | (SHALLOW if 0 < float(given.get(MINUTES, 0)) < SHALLOW_MINUTES else {})
     if windows:
         settings[STRIDE] = (longest, "longer histories are trained on in windows, so that no action is left out")
     if items <= AVERAGED:

@@ -96,6 +96,23 @@ def test_hstu_encodes_long_histories_where_the_actions_are_many(
     ]  # fmt: skip
 
 
+def test_hstu_is_no_deeper_than_the_minutes_pay(
+    clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
+    path = str(clicks)
+    for minutes in ("0", "2.9", "3"):
+        cli.main(["train", "auto", "--data.path", path, f"--train.minutes={minutes}"])
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("encoder.blocks 2 (8 are ahead only after about three minutes on a core)" in said) == (minutes == "2.9")
+    api.train("auto", "run", {"data.path": path, "train.minutes": 2})
+    cli.main(["train", "auto-mol", "--data.path", path, "--train.minutes", "2", "--model.encoder.blocks", "4"])
+    encoders = [of.model.encoder for of in to_train]
+    assert all(isinstance(of, HSTUConfig) for of in encoders)
+    assert [(of.blocks, of.heads) for of in encoders] == [(8, 2), (2, 1), (8, 2), (2, 1), (4, 1)]  # type: ignore[union-attr]
+    assert "--train.minutes" in refusal("train", "auto", "--data.path", path, "--train.minutes", "few")
+
+
 def test_what_is_said_stands_above_what_is_sized(
     clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
