@@ -35,7 +35,7 @@ from logitmix.common.mappings import counted, require
 from logitmix.common.messages import say, shown
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
-from logitmix.trainer.commands.sizing import AUTO, load_sized, settled
+from logitmix.trainer.commands.sizing import AUTO, EXPLICIT, load_sized, settled
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -202,8 +202,11 @@ def config_of(
     seed: int = 0,
 ) -> Config:
     """The settings that a learned method is trained with, `settings` among them; ValueError as of `compare`."""
-    path = place_of(dataset.path)
-    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0), given=LEARNED[name])
+    path, learned = place_of(dataset.path), LEARNED[name]
+    if settings.get(EXPLICIT):
+        # What is sized has a loss that takes them.
+        learned = {of: value for of, value in learned.items() if not of.startswith("model.loss.")}
+    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0), given=learned | dict(settings))
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)
@@ -222,7 +225,7 @@ def config_of(
         "evaluate.users": config.evaluate.users if users <= most else most,
     }
     _require_comparable(settings)
-    config, _ = settled(with_settings(config, common | LEARNED[name] | dict(settings)), found)
+    config, _ = settled(with_settings(config, common | learned | dict(settings)), found)
     if (config.evaluate.users or dataset.num_users) > most:
         raise ValueError(
             f"evaluate.users is {config.evaluate.users}, but of {dataset.num_users:,} users the simple methods rank "

@@ -13,7 +13,7 @@ from logitmix.common.storage import fetch, path_of
 from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
 AUTO, AUTO_MOL = "auto", "auto-mol"
-OF_START = ("model.loss.negatives", "train.epochs", "evaluate.every_epochs")
+OF_START = ("model.loss.negatives", "model.loss.share", "train.epochs", "evaluate.every_epochs")
 """What is sized of the run that auto-mol trains first, and not of itself."""
 MOL_EPOCHS = 5
 """Of auto-mol's MoL, unless these are fewer than STEPS."""
@@ -32,8 +32,13 @@ HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
-GIVEN = (KIND, LENGTH, STRIDE, MINUTES)
+EXPLICIT = "data.negatives"
+GIVEN = (KIND, LENGTH, STRIDE, MINUTES, EXPLICIT)
 """Settings of the user that others follow."""
+WITH_EXPLICIT = {
+    "model.loss.negatives": (128, "those of data.negatives replace up to half"),
+    "model.loss.share": ("group", "a target that has such ones shares none"),
+}
 HSTU = {
     KIND: ("hstu", "ahead of SASRec where so many actions are of long histories"),
     "model.encoder.blocks": (8, "ahead of 2 after about three minutes on a core"),
@@ -90,6 +95,8 @@ def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[st
     }
     if hstu:
         settings |= HSTU | (SHALLOW if 0 < float(given.get(MINUTES, 0)) < SHALLOW_MINUTES else {})
+    if given.get(EXPLICIT):
+        settings |= WITH_EXPLICIT
     if windows:
         settings[STRIDE] = (longest, "longer histories are trained on in windows, so that no action is left out")
     if items <= AVERAGED:
@@ -161,6 +168,8 @@ def _of_mol(found: Sized, items: float) -> Sized:
     epochs = max(MOL_EPOCHS, found["evaluate.every_epochs"][0])
     settings["train.epochs"] = (epochs, f"{STEPS:,} steps or more")
     settings["evaluate.every_epochs"] = (epochs // MOL_EPOCHS, "about five evaluations")
+    if found.keys() >= WITH_EXPLICIT.keys():
+        settings |= WITH_EXPLICIT | {"model.loss.resample": (0, "it would leave some of data.negatives out")}
     if items > ONE_STAGE:
         settings["model.hindexer.weight"] = (0.3, f"finds those of {items:,} items that MoL scores")
     return settings

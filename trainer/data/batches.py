@@ -196,8 +196,8 @@ class TrainingBatches:
             )
         if explicit and not negatives:
             raise ValueError(
-                "model.loss.negatives is 0: all items are negatives of each target already; set it to a number such as "
-                "128, or leave data.negatives out"
+                "model.loss.negatives is 0: all items are negatives of each target already; set it (of a run that is "
+                "trained first, start.model.loss.negatives) to a number such as 128, or leave data.negatives out"
             )
         if explicit and in_batch:
             raise ValueError(

@@ -44,7 +44,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
         given = f'--data.targets "{kinds[0]} = VALUE"'
         lines.append(f"          (with {given} actions of one kind are predicted, from those of all kinds)")
     if description["filters"].get("shown"):
-        lines.append("          (with --data.negatives shown --model.loss.negatives 128, from what was not taken)")
+        lines.append("          (with --data.negatives shown, from what was not taken)")
     return "\n".join(lines)
 
 

@@ -379,6 +379,14 @@ def test_the_methods_encoders_are_the_same_where_auto_takes_hstu(
     assert kinds() == before == ["sasrec", "sasrec", "sasrec", "hstu"]
 
 
+def test_explicit_negatives_have_a_loss_that_takes_them(tmp_path: Path) -> None:
+    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+    for name in comparison.LEARNED:
+        config = comparison.config_of(name, dataset, 5, 1, {"data.negatives": ["action = type-1"]})
+        for loss in [of.model.loss for of in (config, config.first) if of]:
+            assert (loss.negatives, loss.share, loss.resample) == (128, "group", 0)
+
+
 def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
     dataset = load_dataset(write_dataset(tmp_path / "data"))
     dot, mol, hstu = (comparison.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))

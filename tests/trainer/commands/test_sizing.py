@@ -182,6 +182,29 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
     assert wide.first is not None and wide.first.tables.lr == 2 * first.tables.lr and wide.tables.lr == 0.002
 
 
+def test_explicit_negatives_have_a_loss_that_takes_them(
+    clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.path", str(clicks), "--data.negatives", "shown"]
+    cli.main(["train", "auto", *words])
+    assert "loss.negatives 128 (those of data.negatives replace up to half)" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    api.train("auto", "run", {"data.path": str(clicks), "data.negatives": ["shown"]})
+    cli.main(["train", "auto-mol", *words])
+    first = to_train[2].first
+    assert first is not None
+    for config in (*to_train, first):
+        loss = config.model.loss
+        assert (loss.negatives, loss.share, loss.resample) == (128, "group", 0)
+    cli.main(["train", "auto-mol", *words, "--model.loss.negatives", "64", "--start.model.loss.share", "position"])
+    first = to_train[3].first
+    assert first is not None
+    assert [(of.model.loss.negatives, of.model.loss.share) for of in (to_train[3], first)] == [
+        (64, "group"), (128, "position")
+    ]  # fmt: skip
+
+
 def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[Config]) -> None:
     assert "train.stride" not in sized(described(2_667, 3_000, 400_000))
     (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
