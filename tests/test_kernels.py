@@ -9,7 +9,7 @@ from benchmarks import kernels
 
 CASES = [(name, gpu) for name in kernels.cases() for gpu in (80, 90, 100)]
 SAMPLE = {
-    ("mol_triton: 4 x 4 x 32 x 32, bfloat16", 90),
+    ("mol_triton: 4 x 4 x 64 x 32, bfloat16", 90),
     ("dot_triton: 64, groups of 128, corrected", 90),
     ("mol_scores_triton: 8 x 8 x 32 x 128, int8", 80),
     ("stage1_triton: 8 x 64", 100),

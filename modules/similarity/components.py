@@ -65,7 +65,8 @@ def begin_as_dot_product(query: Projection, item: Projection, generator: torch.G
 
     Both sides' components c begin as the same linear map: C rows of random rotations of the width D, one rotation after
     the other. The gated units begin as constants, so a map through hidden units is linear, too. The sum is exact where
-    the rows are whole rotations (K C is a multiple of D) and there are at least D hidden units.
+    the rows are whole rotations (K C is a multiple of D) and there are at least D hidden units. With L2 norms of the
+    components, that holds of the cosine only where each is a whole rotation (C = D).
     """
     (K, C), D = min(query.shape, item.shape), query.dim
     rotations = [nn.init.orthogonal_(torch.empty(D, D), generator=generator) for _ in range(0, K * C, D)]

@@ -307,6 +307,17 @@ def test_products_of_like_components_begin_as_the_dot_product(queries: int, item
     assert not torch.allclose(shares_T4[:, 0], shares_T4[:, 2], atol=0.1)
 
 
+@pytest.mark.parametrize("hidden", [0, 64])
+def test_components_as_wide_as_the_embedding_begin_with_its_cosine(hidden: int) -> None:
+    sizes = {"query_components": 4, "item_components": 4, "component_dim": 64, "projection_hidden": hidden}
+    mol = MoL(64, MoLConfig(**sizes, temperature=1.0))
+    mol.reset_parameters(torch.Generator().manual_seed(1))
+    query_TD, item_ND = vectors(50, 1, 64), vectors(50, 2, 64)
+    query, item = sides(mol, query_TD, item_ND)
+    cosine_T = F.cosine_similarity(query_TD, item_ND)
+    torch.testing.assert_close((query[0] * item[0]).sum(-1), cosine_T[:, None].expand(-1, 4), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("user", [False, True])
 def test_the_mixture_begins_nearly_as_the_cosine(user: bool) -> None:
     mol = MoL(64, MoLConfig(query_components=8 + user, item_components=9, user_component=user))
