@@ -135,12 +135,16 @@ def scaled(config: Config, scale: int) -> Sized:
     """
     now, times = flatten(config), f"{scale} times the batch"
     rates = [name for name in now if name.endswith(".lr")]
-    settings: dict[str, tuple[Any, str]] = {"train.batch_size": (now["train.batch_size"] * scale, times)}
+
+    def of_runs(name: str) -> list[str]:
+        """Of this run and of the one that is trained first, where the recipe has it."""
+        return [of_run for of_run in (name, f"start.{name}") if now.get(of_run)]
+
+    settings: dict[str, tuple[Any, str]]
+    settings = {name: (now[name] * scale, times) for name in of_runs("train.batch_size")}
     settings |= {name: (float(f"{now[name] * math.sqrt(scale):.4g}"), f"times the root of {scale}") for name in rates}
-    if warmup := now["train.warmup_steps"]:
-        settings["train.warmup_steps"] = (max(1, warmup // scale), times)
-    if ema := now["train.ema"]:
-        settings["train.ema"] = (float(f"{ema**scale:.6g}"), times)
+    settings |= {name: (max(1, now[name] // scale), times) for name in of_runs("train.warmup_steps")}
+    settings |= {name: (float(f"{now[name] ** scale:.6g}"), times) for name in of_runs("train.ema")}
     return settings
 
 

@@ -254,6 +254,16 @@ def test_what_counts_steps_is_scaled_with_their_number(tmp_path: Path) -> None:
     scaled, _ = load_sized(str(tmp_path / "own.toml"), scale=16)
     assert (scaled.train.warmup_steps, scaled.train.ema) == (6, pytest.approx(0.99**16, rel=1e-5))
     assert scaled.tables.of("item").lr == 0.04 and scaled.train.epochs == load_recipe("ml-1m-dot").train.epochs
+    # So are those of the run that is trained first; it has the others of the run itself.
+    settings |= {"start.train.batch_size": 8, "start.train.ema": 0.9, "start.tables.lr": 0.002}
+    (tmp_path / "own.toml").write_text(dump_toml(with_settings(load_recipe("ml-1m-dot"), settings)))
+    first = load_sized(str(tmp_path / "own.toml"), scale=4)[0].first
+    assert first is not None and (first.train.batch_size, first.train.ema) == (32, pytest.approx(0.9**4, rel=1e-5))
+    assert (first.train.warmup_steps, first.tables.lr) == (25, 0.004)
+    without = {"start.train.warmup_steps": 0, "start.train.ema": 0.0}
+    (tmp_path / "own.toml").write_text(dump_toml(with_settings(load_recipe("ml-1m-dot"), settings | without)))
+    first = load_sized(str(tmp_path / "own.toml"), scale=4)[0].first
+    assert first is not None and (first.train.warmup_steps, first.train.ema) == (0, 0)
 
 
 def test_auto_is_scaled_from_what_follows_from_its_dataset(clicks: Path) -> None:
