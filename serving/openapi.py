@@ -2,6 +2,7 @@
 besides 200, who may ask, and what the export that answers has."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Literal, NotRequired
 
 from fastapi import FastAPI
@@ -156,9 +157,10 @@ def describe(app: FastAPI, allowed: Allowed) -> dict[str, Any]:
 
 
 def of_export(description: dict[str, Any], retriever: Retriever, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The description, changed to what an export's model takes, with examples that it answers. `defaults`: the server's
-    of a request's entries."""
+    """A copy of the description, with what an export's model takes and examples that it answers. `defaults`: the
+    server's of a request's entries."""
     retriever.files.check()
+    description = deepcopy(description)
     entries, inputs = description["components"]["schemas"]["Body"]["properties"], retriever.inputs
     (events,) = inputs["events"].values()
     entries["user"]["anyOf"][0] = _features(inputs["user"])

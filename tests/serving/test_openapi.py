@@ -190,8 +190,10 @@ def test_the_export_and_the_server_say_what_a_request_may_have(server: Running, 
     assert body()["user"]["anyOf"][0]["properties"] == {}
     long: Any = SimpleNamespace(files=export.retriever.files, inputs=export.retriever.inputs, kinds={}, num_items=1)
     long.raw_ids = ["a" * 200]
-    (query, _) = openapi.of_export(described(server), long, {})["paths"]["/items"]["get"]["parameters"]
+    description = described(server)
+    (query, _) = openapi.of_export(description, long, {"k": 5})["paths"]["/items"]["get"]["parameters"]
     assert len(query["example"]) == query["schema"]["maxLength"] == 100
+    assert description == described(server)
 
 
 def test_the_page_stores_nothing_and_takes_all_from_the_description(server: Running) -> None:
