@@ -52,11 +52,7 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
             raise ValueError(f"{NO_START} leaves out the run that --start has settings of: give only one")
         others = [word for word in others if word != NO_START]
         recipe = replace(recipe, start={})
-    recipe = _with_kinds(recipe, others)
-    others, by_name = take_table_words(others)
-    arguments = parse(kind, f"{command} {words[0]}", others, kind(**vars(_parsed(recipe))))
-    config = Config(**{entry.name: getattr(arguments, entry.name) for entry in dataclasses.fields(Config)})
-    config = with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
+    arguments, config = _given(kind, f"{command} {words[0]}", others, recipe)
     config = _with_start(config, recipe.start, first, words[0]) if first else replace(config, start=recipe.start)
     config, sizes = settled(config, found)
     if help_asked:
@@ -65,9 +61,15 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
     return arguments, config, sizes
 
 
-def _parsed(config: Config) -> Config:
-    """What tyro parses: it would make flags of its own for the names in these dictionaries."""
-    return replace(config, start={}, tables=replace(config.tables, by_name={}))
+def _given(kind: type[R], command: str, words: list[str], recipe: Config) -> tuple[R, Config]:
+    """The arguments whose words are settings, and the recipe with these, but without its section [start]."""
+    recipe = _with_kinds(recipe, words)
+    words, by_name = take_table_words(words)
+    # tyro would make flags of its own for the names in these dictionaries.
+    default = replace(recipe, start={}, tables=replace(recipe.tables, by_name={}))
+    arguments = parse(kind, command, words, kind(**vars(default)))
+    config = Config(**{entry.name: getattr(arguments, entry.name) for entry in dataclasses.fields(Config)})
+    return arguments, with_tables_by_name(with_tables_by_name(config, recipe.tables.by_name), by_name)
 
 
 def _with_start(config: Config, start: Mapping[str, Any], words: list[str], recipe: str) -> Config:
@@ -75,10 +77,7 @@ def _with_start(config: Config, start: Mapping[str, Any], words: list[str], reci
     if config.warm_start:
         raise ValueError("--start has settings of a run that is trained first, in place of --warm-start: give only one")
     try:
-        first = _with_kinds(with_settings(config.inherited(), flatten(start)), words)
-        others, by_name = take_table_words(words)
-        given = parse(Config, f"train {recipe}", others, _parsed(first))
-        given = with_tables_by_name(with_tables_by_name(given, first.tables.by_name), by_name)
+        _, given = _given(Config, f"train {recipe}", words, with_settings(config.inherited(), flatten(start)))
     except ValueError as error:
         raise ValueError(f"--start: {error}") from None
     return with_start(config, given)
