@@ -77,9 +77,7 @@ def train(
     settings = {} if settings is None else settings
     require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
     _require_whole(scale=scale)
-    items = settings.get("data.items")
-    most_items = items if isinstance(items, int) and items > 0 else 0
-    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, most_items, settings)
+    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, settings)
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         say(sizes)

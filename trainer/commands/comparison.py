@@ -206,7 +206,7 @@ def config_of(
     if settings.get(EXPLICIT):
         # What is sized has a loss that takes them.
         learned = {of: value for of, value in learned.items() if not of.startswith("model.loss.")}
-    config, found = load_sized(AUTO, path, most_items=settings.get("data.items", 0), given=learned | dict(settings))
+    config, found = load_sized(AUTO, path, given=learned | dict(settings))
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)

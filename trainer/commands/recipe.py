@@ -37,13 +37,12 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
     if words[0].startswith("-"):
         raise ValueError(f"{command} needs a recipe first: logitmix {command} RECIPE [--section.field VALUE ...]")
     others, help_asked = take(words[1:], ("-h", "--help").__contains__)
-    scale, items = last_value(others, "--scale"), last_value(others, "--data.items")
+    scale = last_value(others, "--scale")
     # The parser refuses what is no number.
     recipe, found = load_sized(
         words[0],
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
-        int(items) if items.isdecimal() else 0,
         {name: value for name in GIVEN if (value := last_value(others, f"--{name}"))},
     )
     others, first = take_start_words(others)

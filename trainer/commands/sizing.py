@@ -32,8 +32,8 @@ HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
-EXPLICIT = "data.negatives"
-GIVEN = (KIND, LENGTH, STRIDE, MINUTES, EXPLICIT)
+EXPLICIT, MOST_ITEMS = "data.negatives", "data.items"
+GIVEN = (KIND, LENGTH, STRIDE, MINUTES, EXPLICIT, MOST_ITEMS)
 """Settings of the user that others follow."""
 WITH_EXPLICIT = {
     "model.loss.negatives": (128, "those of data.negatives replace up to half"),
@@ -66,12 +66,10 @@ Sized = Mapping[str, tuple[Any, str]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[str, Any] = NOTHING) -> Sized:
-    """What follows from the content of a dataset.json, from data.items and which of GIVEN are `given`, and from nothing
-    else."""
-    users, items, actions = (max(1, description[name]) for name in ("users", "items", "actions"))
-    items = min(items, most_items or items)
-    mean = actions / users
+def sized(description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Sized:
+    """What follows from the content of a dataset.json and those of GIVEN that are `given`, and from nothing else."""
+    users, actions = (max(1, description[name]) for name in ("users", "actions"))
+    items, mean = _items(description, given), actions / users
     longest = 50 if mean <= 25 else 100 if mean <= 50 else 200
     # Two actions are held out, and of the others all but the last are inputs.
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
@@ -113,13 +111,13 @@ def sized(description: Mapping[str, Any], most_items: int = 0, given: Mapping[st
 
 
 def load_sized(
-    name: str, data_path: str = "", scale: int = 1, most_items: int = 0, given: Mapping[str, Any] = NOTHING
+    name: str, data_path: str = "", scale: int = 1, given: Mapping[str, Any] = NOTHING
 ) -> tuple[Config, Sized]:
     """A recipe from `load_recipe`, with the dataset's settings if it is sized, and these settings; for `scale` times
-    the batch, and for a run with `most_items` (data.items) and which of GIVEN are `given`. Without a path, the
-    dataset is the recipe's own. If there is no dataset, nothing is sized, and loading it raises the error later."""
+    the batch, and with those of GIVEN that are `given`. Without a path, the dataset is the recipe's own. If there is no
+    dataset, or what is given is no number, nothing is sized, and reading it raises the error later."""
     require_from(1, 2**16, "--scale", scale)
-    recipe, found = _load(name, data_path, most_items, given)
+    recipe, found = _load(name, data_path, given)
     if scale == 1:
         return recipe, found
     settings = scaled(recipe, scale)
@@ -148,7 +146,7 @@ def scaled(config: Config, scale: int) -> Sized:
     return settings
 
 
-def _load(name: str, data_path: str, most_items: int, given: Mapping[str, Any]) -> tuple[Config, Sized]:
+def _load(name: str, data_path: str, given: Mapping[str, Any]) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name not in (AUTO, AUTO_MOL):
         return recipe, {}
@@ -157,15 +155,21 @@ def _load(name: str, data_path: str, most_items: int, given: Mapping[str, Any]) 
         return recipe, {}
     try:
         description = _description(place)
-        found = sized(description, most_items, given)
+        found = sized(description, given)
         if name == AUTO_MOL:
-            found = _of_mol(found, min(description["items"], most_items or math.inf))
-    except (ValueError, KeyError, TypeError):
+            found = _of_mol(found, _items(description, given))
+    except (ValueError, KeyError, TypeError, OverflowError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
 
 
-def _of_mol(found: Sized, items: float) -> Sized:
+def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    """Of the run, at least 1."""
+    items: int = max(1, description["items"])
+    return min(items, int(given.get(MOST_ITEMS, 0)) or items)
+
+
+def _of_mol(found: Sized, items: int) -> Sized:
     """Those of `auto` as those of auto-mol, which trains it first."""
     settings = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
     # `auto` is evaluated every STEPS.

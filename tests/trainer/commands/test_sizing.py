@@ -110,7 +110,10 @@ def test_hstu_is_no_deeper_than_the_minutes_pay(
     encoders = [of.model.encoder for of in to_train]
     assert all(isinstance(of, HSTUConfig) for of in encoders)
     assert [(of.blocks, of.heads) for of in encoders] == [(8, 2), (2, 1), (8, 2), (2, 1), (4, 1)]  # type: ignore[union-attr]
-    assert "--train.minutes" in refusal("train", "auto", "--data.path", path, "--train.minutes", "few")
+    for flag in ("--train.minutes", "--data.items"):
+        assert flag in refusal("train", "auto", "--data.path", path, flag, "few")
+        with pytest.raises(ValueError, match=flag[2:]):
+            api.train("auto", "run", {"data.path": path, flag[2:]: 10**400})
 
 
 def test_what_is_said_stands_above_what_is_sized(
@@ -174,7 +177,9 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
     assert to_train == [replace(config, start={})]
     # Where items are many, it has an h-indexer.
     (clicks / "dataset.json").write_text(json.dumps(described(1000, 20_001, 20_000)))
-    weights = {items: load_sized("auto-mol", str(clicks), most_items=items)[0] for items in (0, 20_000, 20_001)}
+    weights = {
+        items: load_sized("auto-mol", str(clicks), given={"data.items": items})[0] for items in (0, 20_000, 20_001)
+    }
     assert [of.model.hindexer.weight for of in weights.values()] == [0.3, 0.0, 0.3]
     assert all(of.first is not None and of.first.model.hindexer.weight == 0 for of in weights.values())
     # For so many ranks, both have a larger batch and rates.
