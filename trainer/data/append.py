@@ -33,6 +33,7 @@ from logitmix.trainer.data.description import (
     reading,
     schema_of,
 )
+from logitmix.trainer.data.matching import alike
 from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.data.writer import rows_of
 
@@ -135,8 +136,13 @@ def append(
     folder = staging / APPENDED / f"{len(description.get(APPENDED, [])) + 1:05d}"
     folder.mkdir(parents=True)
     user_ids, item_ids = _joined(raw_user_ids_of(later)), dataset.raw_id_column().combine_chunks()
-    users = _Numbers.find(user_ids, _joined(raw_user_ids_of(path)))
-    items = _Numbers.find(item_ids, _joined(stored_values(path, schema, ITEM))[:-1])
+    known_users, known_items = _joined(raw_user_ids_of(path)), _joined(stored_values(path, schema, ITEM))[:-1]
+    users, items = _Numbers.find(user_ids, known_users), _Numbers.find(item_ids, known_items)
+    found = [
+        line
+        for what, ids, known, of in (("user", user_ids, known_users, users), ("item", item_ids, known_items, items))
+        for line in alike(f"new {what}", ids.take(pa.array(of.new)), known)
+    ]
     features = [of for of in schema.features if of.name != ITEM]
     new_rows = {"user": users.new, "item": items.new, "event": np.arange(len(dataset.items_flat))}
     columns = {of.name: _column(dataset, of, new_rows[of.owner]) for of in features}
@@ -172,7 +178,7 @@ def append(
         "files": (description.get("files") or entries_of(staging, linked))
         | entries_of(staging, sorted(folder.rglob("*"))),
     }
-    return FORMAT.write(staging / "dataset.json", whole), _notes(dataset, counts)
+    return FORMAT.write(staging / "dataset.json", whole), [*_notes(dataset, counts), *found]
 
 
 def _require_widths(schema: Schema, later: Schema) -> None:
@@ -191,7 +197,8 @@ def _notes(dataset: Dataset, new: Mapping[str, int]) -> list[str]:
     known = {"item": items if dataset.schema.of("item") or dataset.title_column() is not None else 0}
     known["user"] = dataset.num_users - new["users"] if dataset.schema.of("user") else 0
     said = " and ".join(counted(count, name) for name, count in known.items() if count)
-    return [f"{said} are in the dataset already: what it says of them stays"] if said else []
+    are = "is" if sum(known.values()) == 1 else "are"
+    return [f"{said} {are} in the dataset already: what it says of them stays"] if said else []
 
 
 def _column(dataset: Dataset, feature: Feature, rows: np.ndarray) -> Column:

@@ -540,7 +540,12 @@ def _chosen(actions: Actions, options: PrepareOptions) -> list[np.ndarray] | Non
         return None
     chosen = _fulfilled(actions, options, options.where, "--where", np.logical_and)
     if not any(piece.any() for piece in chosen):
-        raise none_left(actions, options)
+        columns = _columns(actions, options)
+        texts = {name: columns[name].texts or () for name in (column_of(of, columns) for of in options.where)}
+        some = [
+            f"; {name} is {', '.join(filter(None, map(str, of[:4])))}, for example" for name, of in texts.items() if of
+        ]
+        raise ValueError(f"{none_left(actions, options)}{''.join(some)}")
     return chosen
 
 

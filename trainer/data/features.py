@@ -35,7 +35,7 @@ from logitmix.modules.kinds.text import NGRAMS, TextEncoder, words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
-from logitmix.trainer.data.numbers import MISSING, Numbers, are_exceptions, read_numbers
+from logitmix.trainer.data.numbers import MISSING, Numbers, are_exceptions, not_one, read_numbers
 from logitmix.trainer.data.times import read_dates
 
 SEPARATOR = "|"
@@ -168,6 +168,10 @@ def make_features(
         of_times = unit if column.owner == "item" else ""
         if column.infer and not column.kind:
             column = replace(column, kind=infer_kind(column.values, column.counts, of_times))
+            if column.kind == "id" and pa.types.is_dictionary(column.values.type):
+                notes += [
+                    f"{column.name}: {why}; so these are ids, no numbers" for why in not_one(_used(column.values))
+                ]
         if not column.kind:
             unused[column.name] = _why_unused(column)
             continue

@@ -230,23 +230,23 @@ def single_file(source: Path) -> InputFile:
     return InputFile(source)
 
 
-def find_parts(source: Path, endings: tuple[str, ...] = ENDINGS) -> tuple[list[InputFile], list[str]]:
+def find_parts(source: Path, endings: tuple[str, ...] = ENDINGS) -> tuple[list[InputFile], list[str], list[str]]:
     """The tables in a folder and its subfolders, by the endings of their names, in the order of their paths with
-    numbers as numbers (day-2 before day-10); and the paths of all other files. A path with a part that begins with
-    "." or "_" is in neither, and nor is an empty file. ValueError if the folder is a table of another program, or a
-    link leads back to it.
+    numbers as numbers (day-2 before day-10); the paths of all other files; and those of empty ones. A path with a part
+    that begins with "." or "_" is in none. ValueError if the folder is a table of another program, or a link leads back
+    to it.
     """
-    parts, others = [], []
+    parts, others, empty = [], [], []
     for path in _walk(source, (source.resolve(),)):
         if not path.is_file():
             others.append(plain(path.relative_to(source).as_posix()))
         elif not path.stat().st_size:
-            continue
+            empty.append(plain(path.relative_to(source).as_posix()))
         elif path.name.lower().removesuffix(_ending(path)).endswith(endings) or magic(path) == b"PAR1":
             parts.append(InputFile(path, folder=source))
         else:
             others.append(plain(path.relative_to(source).as_posix()))
-    return parts, others
+    return parts, others, empty
 
 
 def _ending(path: Path) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from logitmix.common.mappings import counted
 from logitmix.trainer.data.arrow import as_numpy, is_text
 from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.rejects import Rejects
@@ -63,3 +64,12 @@ def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray
     if len(both):
         rejects.say(f"column {name}: {both[0]} and {without_zeros(both)[0]} are two ids")
     return ids
+
+
+def shortened(name: str, ids: pa.StringArray) -> list[str]:
+    """A line if ids are long numbers as spreadsheets show them."""
+    short = ids.filter(pc.match_substring_regex(ids, r"^[0-9](\.[0-9]+)?E\+[0-9]{2,}$"))
+    if not len(short):
+        return []
+    such = f"{counted(len(short), 'id')}, such as {short[0]}"
+    return [f"column {name}: {such}, as spreadsheets show long numbers, without their last digits: export it as text"]

@@ -146,8 +146,12 @@ class ColumnBuilder:
     def __init__(self) -> None:
         self.spool = current()
         self._file = File(self.spool)
-        self._kinds: dict[str, set[pa.DataType]] = {}
-        """The types of each column so far, but that of missing values."""
+        self._kinds: dict[str, dict[pa.DataType, str]] = {}
+        """The types of each column so far, but that of missing values, each with the first file that has it."""
+        self._rows_of: dict[str, int] = {}
+        """By file."""
+        self._files_of: dict[str, set[str]] = {}
+        """By column."""
         self._codes: dict[str, TextCodes] = {}
         self._parts: dict[str, dict[int, tuple[Kept, bool]]] = {}
         """By the number of the piece, and whether it has codes; there is none where all values are missing."""
@@ -159,13 +163,16 @@ class ColumnBuilder:
         self._types: dict[str, pa.DataType] = {}
         """Of these."""
 
-    def append(self, columns: Mapping[str, pa.Array], rows: int) -> None:
-        """Adds rows; a column that is missing here, or was missing before, has nulls there."""
+    def append(self, columns: Mapping[str, pa.Array], rows: int, file: str = "") -> None:
+        """Adds rows of a file; a column that is missing here, or was missing before, has nulls there."""
         block = {}
+        if file:
+            self._rows_of[file] = self._rows_of.get(file, 0) + rows
         for name, values in columns.items():
-            kinds, values = self._kinds.setdefault(name, set()), _compact(values)
+            kinds, values = self._kinds.setdefault(name, {}), _compact(values)
+            self._files_of.setdefault(name, set()).add(file)
             if not pa.types.is_null(values.type):
-                kinds.add(_kind(values))
+                kinds.setdefault(_kind(values), file)
                 block[name] = values
         if not rows:
             return
@@ -203,13 +210,29 @@ class ColumnBuilder:
             self._codes[name] = TextCodes(OWN.get(name, f"column {name}"), self.spool)
         return self._codes[name]
 
+    def remarks(self) -> list[str]:
+        """Lines about files without rows, and about columns that some of the others lack."""
+        files = [file for file, rows in self._rows_of.items() if rows]
+        empty = [file for file, rows in self._rows_of.items() if not rows]
+        lines = []
+        if empty and files:
+            have = "has" if len(empty) == 1 else "have"
+            lines = [f"{len(empty):,} of {len(self._rows_of):,} files {have} no rows, such as {empty[0]}"]
+        lacking = {name: [file for file in files if file not in of] for name, of in self._files_of.items()}
+        said = ", ".join(
+            f"{name} (in {len(files) - len(of):,} of {len(files):,} files, and not in {of[0]})"
+            for name, of in lacking.items()
+            if 0 < len(of) < len(files) and name not in OWN
+        )
+        return [*lines, f"missing values where files lack a column: {said}"] if said else lines
+
     def join(self) -> dict[str, Pieces]:
         """All columns, in the same pieces. ValueError if the types of one cannot be one column, or if it is more than
         Arrow holds."""
         self._flush()
         return {name: self._join(name, kinds) for name, kinds in self._kinds.items()}
 
-    def _join(self, name: str, kinds: set[pa.DataType]) -> Pieces:
+    def _join(self, name: str, kinds: Mapping[pa.DataType, str]) -> Pieces:
         if len(kinds) > 1:
             return self._in_one_type(name, kinds)
         kind, parts = next(iter(kinds), pa.null()), self._parts.get(name, {})
@@ -222,11 +245,12 @@ class ColumnBuilder:
                 pieces.append(pa.nulls(rows, kind if texts is None else pa.int32()))
         return pieces
 
-    def _in_one_type(self, name: str, kinds: set[pa.DataType]) -> Pieces:
+    def _in_one_type(self, name: str, kinds: Mapping[pa.DataType, str]) -> Pieces:
         """CSV and Parquet, or integers of two widths: numbers are recognized from the text again."""
         lists = all(pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type) for kind in kinds)
         if not lists and any(pa.types.is_nested(kind) for kind in kinds):
-            raise ValueError(f"column {name} is of type {' here and '.join(sorted(map(_named, kinds)))} there")
+            types = " and ".join(f"{kind} in {file or 'some rows'}" for kind, file in kinds.items())
+            raise ValueError(f"column {name} is of type {types}; write it in one type")
         numbers = lists and all(is_number(kind.value_type) for kind in kinds)
         common = pa.list_(pa.float64() if numbers else pa.string()) if lists else pa.string()
         before = self._codes.pop(name, None)
@@ -263,12 +287,8 @@ def _joined(parts: list[pa.Array]) -> pa.Array:
     return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
 
-def _named(kind: pa.DataType) -> str:
-    return str(pa.dictionary(pa.int32(), kind) if is_text(kind) else kind)
-
-
-def gather(blocks: Iterable[ActionBlock]) -> Actions:
-    """Joins the blocks of a source."""
+def gather(blocks: Iterable[ActionBlock], rejects: Rejects | None = None) -> Actions:
+    """Joins the blocks of a source; `rejects` says what files lack."""
     columns = ColumnBuilder()
     kinds: dict[str, str | None] = {}
     examples: dict[str, str] = {}
@@ -277,11 +297,14 @@ def gather(blocks: Iterable[ActionBlock]) -> Actions:
         own = {USER: block.users, ITEM: block.items, TIMESTAMP: pa.array(block.timestamps, pa.int64())}
         if block.nanoseconds is not None and block.nanoseconds.any():
             own[NANOSECONDS] = pa.array(block.nanoseconds, pa.int32())
-        columns.append(own | dict(block.columns), len(block.users))
+        columns.append(own | dict(block.columns), len(block.users), block.label)
         kinds |= block.kinds
         if block.numbers is not None:
             note_units(examples, block.label, block.numbers, block.timestamps)
     found = columns.join()
+    if rejects:
+        for line in columns.remarks():
+            rejects.say(line)
     users, items, timestamps, nanoseconds = map(found.pop, (USER, ITEM, TIMESTAMP, NANOSECONDS))
     user_ids, item_ids = users.texts, items.texts
     is_fine = any(piece.null_count < len(piece) for piece in nanoseconds)
@@ -296,7 +319,9 @@ def accept(block: TableBlock, times: Times | None, rejects: Rejects, time: str =
     reasons = wrong_ids("item", block.columns[item]) | wrong_ids("user", block.columns[user])
     if times:
         for row in np.flatnonzero(~times.there).tolist():
-            reasons.setdefault(row, f"the timestamp {str(times.written[row])[:40]!r} is not {time}")
+            written = times.written[row]
+            said = f"{str(written)[:40]!r} is not {time}" if written.is_valid else "is missing"
+            reasons.setdefault(row, f"the timestamp {said}")
     kept = block.reject(dict(sorted(reasons.items())), rejects)
     rejects.check_format(block.label)
     block = block.only(kept)

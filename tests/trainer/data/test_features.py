@@ -282,6 +282,22 @@ def test_texts_that_are_no_numbers_are_said() -> None:
     ]
 
 
+def test_numbers_that_are_no_one_column_are_said_to_be_ids() -> None:
+    texts = {
+        "mark": ["1.5", "2,5"] * 30,
+        "unit": ["$5", "€ 6"] * 30,
+        "code": ["a 1", "2,5"] * 30,
+        "fine": ["1,5", "2"] * 30,
+    }
+    columns = [RawColumn(name, "item", pa.array(of)) for name, of in texts.items()]
+    made = make_features(columns, pa.array([str(row) for row in range(60)]))
+    assert [feature.kind for feature in made.schema.features] == ["id", "id", "id", "id", "number"]
+    assert [note for note in made.notes if "so these are ids, no numbers" in note] == [
+        "mark: '2,5' and '1.5' differ in their decimal marks; so these are ids, no numbers",
+        "unit: values in $, €; so these are ids, no numbers",
+    ]
+
+
 def test_unused_columns_have_a_reason() -> None:
     columns = {
         "empty": pa.array(["NULL", "", None]),

@@ -50,11 +50,43 @@ def test_every_file_is_read_or_named(tmp_path: Path) -> None:
     assert said == (
         f"{folder}: not read, as the names end in none of .parquet, .csv, .tsv, .jsonl, .ndjson, .json, .inter: "
         "3 files, such as README\n"
+        f"{folder}: not read, as there is nothing in them: 1 file, such as empty.csv\n"
     )
     assert find_parts(folder)[1] == ["README", "f.txt", "gone.csv"]
     read = json.loads(dataset.description())["source"]["sha256"]
     packed = {"c.csv.bz2", "d.csv.xz", "E.Tsv.GZ", "h.jsonl.gz"}
     assert set(read) == {"a.csv", "B.CSV", "deep/er/g.csv", "part-00000"} | packed
+
+
+def test_what_some_files_lack_is_said(tmp_path: Path) -> None:
+    header = "user,item,timestamp,price,place\n"
+    folder = write(
+        tmp_path / "in",
+        a__csv=f"{header}u,a,1,2.5,x\nu,c,3,1.5,y\n",
+        b__csv=row("b"),
+        c__csv=header,
+        d__csv=f"{header.replace(',place', '')}u,d,4,3\n",
+    )
+    items = write(tmp_path / "items", a__csv="item,size\na,1\n", b__csv="item\nb\n")
+    said = prepared(folder, items=items)[1]
+    assert "1 of 4 files has no rows, such as c.csv\n" in said
+    lacking = "price (in 2 of 3 files, and not in b.csv), place (in 1 of 3 files, and not in b.csv)"
+    assert f"missing values where files lack a column: {lacking}\n" in said
+    assert "missing values where files lack a column: size (in 1 of 2 files, and not in b.csv)\n" in said
+    assert "lack" not in prepared(write(tmp_path / "all", a__csv=row("a"), b__csv=row("b")))[1]
+
+
+def test_types_that_are_no_one_column_are_named_with_their_files(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, tags in (("a", ["x"]), ("b", [["x"]])):
+        table = pa.table({"user": ["u"], "item": [name], "timestamp": [1], "tags": tags})
+        pq.write_table(table, folder / f"{name}.parquet")
+    said = (
+        r"^column tags is of type string in a\.parquet and list<element: string> in b\.parquet; write it in one type$"
+    )
+    with pytest.raises(ValueError, match=said):
+        prepared(folder)
 
 
 def test_side_tables_are_read_likewise(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from reading import PROGRESS, actions_of, listed, parquet_of, prepared
+from reading import PROGRESS, actions_of, file_of, listed, parquet_of, prepared
 
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.rejects import Rejects
@@ -55,6 +55,12 @@ def test_what_is_not_exact_is_named(tmp_path: Path, rejects: Rejects) -> None:
         ("1", "the user 1.5 is not a whole number that is exact"),
         ("2", "the user is empty"),
     ]
+
+
+def test_ids_as_spreadsheets_show_them_are_said(tmp_path: Path) -> None:
+    file = file_of(tmp_path, b"user,item,timestamp\n1.23E+12,E+12,1\n4E+15,1E5,2\n7,1.5E-3,3\n")
+    said = "column user: 2 ids, such as 1.23E+12, as spreadsheets show long numbers, without their last digits: export"
+    assert [line[: len(said)] for line in prepared(file)[1].splitlines() if "spreadsheets" in line] == [said]
 
 
 def test_times_of_a_dictionary(tmp_path: Path, rejects: Rejects) -> None:

@@ -1,5 +1,6 @@
 """Tables of items and users whose ids do not fit those of the actions, or are not unique."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from reading import file_of, prepared, summary
 
 from logitmix.trainer.data.description import read_description
-from logitmix.trainer.data.matching import match
+from logitmix.trainer.data.matching import alike, match
 from logitmix.trainer.data.raw import SideTable
 
 
@@ -67,6 +68,36 @@ def test_ids_that_come_again_with_other_values_are_said() -> None:
     harmless = SideTable(pa.array(["a", "b", "a"]), {"brand": pa.array(["x", "y", "x"])})
     assert harmless.contradictions("t.csv") == SideTable().contradictions("t.csv") == ""
     assert SideTable(pa.array(["a", "a"]), {"v": pa.array([[1.0], None])}).contradictions("t.csv").startswith("1 id")
+
+
+@pytest.mark.parametrize(
+    ("ids", "known", "said"),
+    [
+        (
+            ["a", "A", "b", "\u3000a", "c "],
+            None,
+            "2 items differ from another only by .*, such as 'A' and 'a': they count",
+        ),
+        (["Caf\u00e9", "Cafe\u0301"], None, r"1 item differs .* such as 'Cafe\\u0301' and 'Caf\\xe9': they count"),
+        (["a", "\ufeffa"], None, r"1 item differs .* such as '\\ufeffa' and 'a'"),
+        (["B", "c"], ["x", "X", "b"], "1 item differs .* such as 'B' and 'b'"),
+        (["a", "a b", "ab", "1", "01", "\u00e4"], ["x", "X"], ""),
+        ([], ["x"], ""),
+    ],
+)
+def test_ids_that_could_be_one_are_said(ids: list[str], known: list[str] | None, said: str) -> None:
+    found = alike("item", pa.array(ids, pa.string()), None if known is None else pa.array(known, pa.large_string()))
+    assert len(found) == bool(said) and re.match(said, "".join(found))
+
+
+def test_prepare_names_ids_that_could_be_one(tmp_path: Path) -> None:
+    file = file_of(tmp_path, b"user,item,timestamp\nu,i,1\nU,j,2\n")
+    dataset, said = prepared(file)
+    assert "1 user differs from another only by blanks, case or Unicode's forms, such as 'U' and 'u'" in said
+    later = file_of(tmp_path, b"user,item,timestamp\nu,I,3\n", "later.csv")
+    said = prepared(later, append=dataset.path, min_user_actions=5, overwrite=False, out=tmp_path / "both")[1]
+    assert "1 new item differs from another only by blanks, case or Unicode's forms, such as 'I' and 'i'" in said
+    assert "user differs" not in said
 
 
 def test_prepare_names_what_does_not_fit(tmp_path: Path) -> None:

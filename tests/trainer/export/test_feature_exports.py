@@ -1,5 +1,6 @@
 """A model with every kind of feature: trained, exported, asked, and given items that it never saw."""
 
+import io
 import json
 import shutil
 import threading
@@ -402,8 +403,22 @@ def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatc
         update_items(served, Catalog(str(tmp_path / "new.csv")))
     with pytest.raises(ValueError, match="no file or folder at nowhere"):
         update_items(served, Catalog("nowhere"))
+    other = (
+        r"new\.csv: has no column item, nor .*price.*, and none of its ids, such as u1, is in the export; give a table"
+    )
+    with pytest.raises(ValueError, match=other):
+        update_items(served, catalog_of(tmp_path, "user,country\nu1,DE\n"))
     assert json.loads((served / "manifest.json").read_text()) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "served"]
+
+
+def test_new_ids_that_could_be_those_of_the_export_are_said(served: Path, tmp_path: Path) -> None:
+    known, said = list(Retriever.load(served).raw_ids)[:2], io.StringIO()
+    rows = "".join(f"{item}\n" for item in (known[0].upper(), f"{known[1]} ", known[1], "new"))
+    counts = update_items(served, catalog_of(tmp_path, f"item\n{rows}"), said=Console(file=said, width=500))
+    assert counts["added"] == 3
+    differ = "2 of 3 new ids differ from one in the export only by blanks, case or Unicode's forms, such as"
+    assert f"{differ} '{known[1]} ' and {known[1]!r}: they count as different" in said.getvalue()
 
 
 def during(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> threading.Thread:

@@ -26,9 +26,10 @@ from logitmix.trainer.data.description import schema_of
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.features import read_schema
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
-from logitmix.trainer.data.ids import as_whole, exact_ids
+from logitmix.trainer.data.ids import as_whole, exact_ids, shortened
 from logitmix.trainer.data.joined import NOTHING_JOINED, Joins, join, joins_of
 from logitmix.trainer.data.lists import Lists
+from logitmix.trainer.data.matching import alike
 from logitmix.trainer.data.raw import (
     TIME,
     ActionBlock,
@@ -67,8 +68,10 @@ class ColumnNames:
         for flag, name in columns.items():
             if name and _found(name, header) is None:
                 order = '; for the order of the rows write --timestamp-column ""' if "timestamp" in flag else ""
-                there = f"there are: {', '.join(header)}"
-                raise ValueError(f"{label}: no column {name!r}; {there}. Name the right one with {flag}{order}")
+                alike = [of for of in header if of.strip().lower() == name.strip().lower()]
+                there = f" (did you mean {alike[0]!r}?); there are: " if alike else "; there are: "
+                there += ", ".join(of if of == of.strip() else repr(of) for of in header)
+                raise ValueError(f"{label}: no column {name!r}{there}. Name the right one with {flag}{order}")
         return [found for name in columns.values() if name and (found := _found(name, header))]
 
 
@@ -115,11 +118,14 @@ def read(
     if gathered:
         actions = gathered(Table(files, names, csv, joins, options.time_format), rejects)
     else:
-        actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins, first))
+        actions = gather(read_actions(files, names, rejects, progress, csv, lists, clock, joins, first), rejects)
         _settle_times(actions, clock, names.timestamp, rejects)
         actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
         actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
         lists.say()
+    for what, name, ids in (("user", names.user, actions.user_ids), ("item", names.item, actions.item_ids)):
+        for line in (*alike(what, ids), *shortened(name, ids)):
+            rejects.say(line)
     csv = replace(csv, columns=())
     items, users = (
         read_side(path, flag, column, rejects, progress, csv, known, joins)
@@ -199,7 +205,7 @@ def read_actions(
         for rows in chain.from_iterable(map(lists.explode, blocks)):
             rows = exact_ids(join(rows, "event", joins, rejects), ("user", "item"), rejects)
             times = _times(clock, rows) if names.timestamp else None
-            block = accept(rows, times, rejects, TIMES)
+            block = accept(rows, times, rejects, f"as --time-format {clock.form!r} says" if clock.form else TIMES)
             if times is None:
                 block = replace(block, timestamps=np.arange(taken, taken + len(block.users)))
             taken += len(block.users)
@@ -241,10 +247,12 @@ def read_side(
             rows = exact_ids(join(rows, OWNERS[flag], joins, rejects), ("id",), rejects)
             rows = rows.only(rows.reject(wrong_ids("id", rows.columns[name]), rejects))
             ids.append(rows.columns[name])
-            columns.append(rows.others, len(rows.numbers))
+            columns.append(rows.others, len(rows.numbers), file.label)
             kinds |= rows.kinds
     joined = pa.chunked_array(ids, pa.string()).combine_chunks()
     found = {name: pieces.whole() for name, pieces in columns.join().items()}
+    for line in columns.remarks():
+        rejects.say(line)
     first_column = "" if _found(id_column, [name]) else name
     return SideTable(as_whole(f"{id_column} of {flag}", joined, rejects), found, kinds, first_column)
 
@@ -262,7 +270,7 @@ def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
     if not source.is_dir():
         return [InputFile(source)]
     endings = (*ENDINGS, ATOMIC[flag])
-    parts, others = find_parts(source, endings)
+    parts, others, empty = find_parts(source, endings)
     unread = f"{counted(len(others), 'file')}, such as {others[0]}" if others else ""
     if not parts:
         there = f" (but {unread})" if unread else ""
@@ -271,6 +279,10 @@ def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
         )
     if unread:
         rejects.say(f"{source}: not read, as the names end in none of {', '.join(endings)}: {unread}")
+    if empty:
+        rejects.say(
+            f"{source}: not read, as there is nothing in them: {counted(len(empty), 'file')}, such as {empty[0]}"
+        )
     return parts
 
 

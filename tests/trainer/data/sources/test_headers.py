@@ -92,6 +92,8 @@ def test_columns_without_a_header_are_named(
         (b"u,31,2.5\n", "user,item,rating,timestamp", "1: has 3 fields, but --columns names 4: user,item,rating"),
         (b"user,item,x\n", "user,item,timestamp", r"1: names the columns itself \(user,item,x\); leave out --columns"),
         (b"u,1,2\n", "user,item,when", "no column 'timestamp'; there are: user, item, when"),
+        (b"User,item,when\n", "", r"no column 'user' \(did you mean 'User'\?\); there are: User, item, when\."),
+        (b"user ,item,when\n", "", r"no column 'user' \(did you mean 'user '\?\); there are: 'user ', item, when\."),
         (b"u,1,2\n", "user,user,timestamp", "has two columns named 'user'|no column 'item'"),
         (b'{"user": 1}\n', "user,item,timestamp", "names its columns itself; --columns is for CSV without a header"),
     ],

@@ -262,7 +262,10 @@ def test_columns_of_parts_are_joined(shop: Path) -> None:
     dataset, _ = prepared(parts)
     assert decoded(dataset, "event") == {"price": [1.5, 2.5, 3.5, 4.5], "extra": ["x", "x", "", ""]}
     pq.write_table(pa.table(rows | {"price": [[1.0], [2.0]]}), parts / "2.parquet")
-    with pytest.raises(ValueError, match=r"column price is of type dictionary.* here and list.* there"):
+    with pytest.raises(
+        ValueError,
+        match=r"column price is of type string in 1.csv and list<element: double> in 2.parquet; write it in one type",
+    ):
         prepared(parts)
 
 
@@ -444,7 +447,9 @@ def test_conditions_keep_actions(shop: Path) -> None:
         "min_item_actions": {"users": 0, "items": 0, "actions": 0},
         "min_user_actions": {"users": 0, "items": 0, "actions": 0},
     }
-    with pytest.raises(ValueError, match=r"^--where seconds > 9 leaves none of the 6 actions$"):
+    with pytest.raises(
+        ValueError, match=r"^--where seconds > 9 leaves none of the 6 actions; seconds is 3.5, 0.5, 4.5, for example$"
+    ):
         of_shop(shop, where=("seconds > 9",))
     with pytest.raises(ValueError, match=r"no user has 9 or more actions \(there were 2 users with 3 actions\)"):
         of_shop(shop, where=("action = click",), min_user_actions=9)
