@@ -28,6 +28,8 @@ CAUSE = 5.0
 """Seconds that a rank's own failure may show later than that it was lost, because a busy machine is slow to end it."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
+INTERRUPTS: list[int] = []
+"""Not empty once Ctrl-C has raised KeyboardInterrupt, which code of a library may have swallowed."""
 LAST = 5.0
 """Seconds after the other ranks have ended. Then a stopped rank is continued (SIGCONT), because no rank is left that
 would notice that it does not answer."""

@@ -48,6 +48,7 @@ def _end() -> None:
 def _interrupt(number: int, frame: object) -> NoReturn:
     """Ends the command; a second signal then ends the process, whatever it does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.modules["logitmix.launch.processes"].INTERRUPTS.append(number)
     raise KeyboardInterrupt
 
 

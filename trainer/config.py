@@ -490,7 +490,11 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """What is to be said of each setting that is another one now, by its name."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return {name: f"{name} was {before.get(name)}, is {now.get(name)}" for name in names}
+
+    def shown(value: Any) -> str:
+        return "not set" if value in ("", None) else str(value)
+
+    return {name: f"{name} was {shown(before.get(name))}, is {shown(now.get(name))}" for name in names}
 
 
 def with_start(config: Config, first: Config) -> Config:

@@ -28,7 +28,7 @@ from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.projector import write_projector
-from logitmix.trainer.logs.telemetry import Telemetry, start_block
+from logitmix.trainer.logs.telemetry import Telemetry, out_of_proportion, start_block
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
 from logitmix.trainer.run import checkpoint
@@ -130,6 +130,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         model = parallelize(dataset.schema, config, ranks, restored=begun)
         of_items = said_of_limit(config, dataset) if ranks.rank == 0 else ""
         said = start_block(dataset, model, why, batches.left_out, batches.places, of_negatives, of_items)
+        said = "\n".join([said, *out_of_proportion(config, len(batches.user_S), dataset.num_items)])
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)
@@ -185,6 +186,8 @@ def _said_of_seen(seen: Seen, config: Config, batches: TrainingBatches) -> str:
     """ValueError if the earlier run was trained on what is held out now."""
     unseen = seen.require_unseen(held_out(config, seen.dataset))
     epochs = batches.steps_of_first / batches.steps_per_epoch
+    if not epochs:
+        return f"{seen.said}; {unseen}\nno user has new actions: --data.path gives a dataset that has grown"
     return (
         f"{seen.said}; {unseen}\nthe first {batches.steps_of_first:,} of an epoch's {batches.steps_per_epoch:,} steps "
         f"have all users with new actions: --train.epochs {epochs:.3g} trains on no others"
@@ -244,6 +247,9 @@ def _steps(
             done = _evaluated(pipeline, evaluation, telemetry, done.step / batches.steps_per_epoch)
             if done.validation:
                 saver.save(done)
+        if finished and done.step:
+            over = "" if done.step >= last else ", and train.minutes are over"
+            telemetry.say(f"nothing is left to train: {done.step:,} of {last:,} steps are done{over}")
         finished = finished or _out_of_patience(run, model, telemetry)
         while not finished:
             pipeline.receive_rows()

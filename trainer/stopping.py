@@ -15,7 +15,7 @@ import time
 
 from logitmix.comm.collectives import largest
 from logitmix.comm.process_group import Ranks
-from logitmix.launch.processes import SIGNALS, Stopped, heeded_signals, launched
+from logitmix.launch.processes import INTERRUPTS, SIGNALS, Stopped, heeded_signals, launched
 
 SAME = 1.0
 """Seconds in which a second signal counts as the first: a launcher passes on what the terminal has sent to all."""
@@ -43,11 +43,14 @@ class Stopping:
         self.handles = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "Stopping":
+        if INTERRUPTS:
+            raise KeyboardInterrupt
         if self.handles:
             self.read_end, self.write_end = os.pipe()
             os.set_blocking(self.write_end, False)
-            self.handlers = {number: signal.signal(number, _note) for number in heeded_signals()}
+            # Until the handlers are there and once they are gone, signals are those of others, and none is lost.
             self.wakeup = signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
+            self.handlers = {number: signal.signal(number, _note) for number in heeded_signals()}
             self.thread = threading.Thread(target=self._watch, name="signals", daemon=True)
             self.thread.start()
         return self
@@ -55,9 +58,9 @@ class Stopping:
     def __exit__(self, *exception: object) -> None:
         if not self.handles:
             return
-        signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.wakeup)
         os.close(self.write_end)  # which ends the thread
         self.thread.join()
         os.close(self.read_end)

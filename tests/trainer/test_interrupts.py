@@ -35,6 +35,19 @@ def run(command, words):
         sum(iter(int, 1))
 cli.run = run
 """
+SWALLOWED = f"""
+import logitmix.trainer.cli as cli
+def run(command, words):
+    try:
+        {INTERRUPT}
+        sum(iter(int, 1))
+    except BaseException:
+        pass
+    from logitmix.trainer.stopping import Stopping
+    with Stopping(None, 1.0):
+        print("trained", file=sys.stderr)
+cli.run = run
+"""
 AT_THE_END = f"""
 import atexit
 def end():
@@ -45,14 +58,20 @@ atexit.register(end)
 
 
 @pytest.mark.parametrize(
-    ("when", "status"),
-    [(WHILE_LOADING, -signal.SIGINT), (IN_A_DESTRUCTOR, 130), (TWICE, -signal.SIGINT), (AT_THE_END, -signal.SIGINT)],
-    ids=["while modules load", "in a destructor", "twice", "while the interpreter ends"],
+    ("when", "status", "said"),
+    [
+        (WHILE_LOADING, -signal.SIGINT, ""),
+        (IN_A_DESTRUCTOR, 130, ""),
+        (TWICE, -signal.SIGINT, ""),
+        (AT_THE_END, -signal.SIGINT, ""),
+        (SWALLOWED, 130, "logitmix: stopped\n"),
+    ],
+    ids=["while modules load", "in a destructor", "twice", "while the interpreter ends", "where a library swallows it"],
 )
-def test_an_interrupt_prints_no_traceback(when: str, status: int) -> None:
+def test_an_interrupt_prints_no_traceback(when: str, status: int, said: str) -> None:
     program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--version']\nmain()"
     ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (status, "")
+    assert (ended.returncode, ended.stderr) == (status, said)
 
 
 @pytest.mark.parametrize("words", ["trainer --help", "trainer train demo-mol --help", "trainer.cli plan --help"])

@@ -86,7 +86,7 @@ def test_patience_counts_the_evaluations_of_the_whole_run(tmp_path: Path, capsys
     assert evaluated(run) == [4, 8, 12, 16, 20]
 
 
-def test_parts_of_epochs_are_trained_and_evaluated(tmp_path: Path) -> None:
+def test_parts_of_epochs_are_trained_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An epoch is 4 steps. Where it stops may change when the run is resumed."""
     data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
     settings = STILL | {"train.epochs": 1.5, "evaluate.every_epochs": 0.5, "train.schedule": "cosine"}
@@ -95,7 +95,9 @@ def test_parts_of_epochs_are_trained_and_evaluated(tmp_path: Path) -> None:
     train(small_config(data, settings | {"train.stop_after_epochs": 1.25}), run)
     assert evaluated(run) == [2, 3, 4, 5]
     train(small_config(data, settings), run)
-    assert evaluated(run) == [2, 3, 4, 5, 6]
+    assert evaluated(run) == [2, 3, 4, 5, 6] and "nothing is left to train" not in capsys.readouterr().err
+    train(small_config(data, settings | {"train.stop_after_epochs": 1.25}), run)
+    assert "nothing is left to train: 6 of 5 steps are done\n" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"train.epochs was 1\.5, is 2\.0; use another run"):
         train(small_config(data, settings | {"train.epochs": 2}), run)
 

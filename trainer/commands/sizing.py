@@ -32,8 +32,8 @@ HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
-EXPLICIT, MOST_ITEMS = "data.negatives", "data.items"
-GIVEN = (KIND, LENGTH, STRIDE, MINUTES, EXPLICIT, MOST_ITEMS)
+BATCH, EXPLICIT, MOST_ITEMS = "train.batch_size", "data.negatives", "data.items"
+GIVEN = (KIND, LENGTH, STRIDE, BATCH, MINUTES, EXPLICIT, MOST_ITEMS)
 """Settings of the user that others follow."""
 WITH_EXPLICIT = {
     "model.loss.negatives": (128, "those of data.negatives replace up to half"),
@@ -76,15 +76,16 @@ def sized(description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) ->
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
     hstu = actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and given.get(KIND, "hstu") == "hstu"
     windows = hstu and not given.keys() & {LENGTH, STRIDE}
-    steps = -(-users // batch)
-    most = -(-(users + actions // longest) // batch) if windows else steps
+    own = max(1, int(given.get(BATCH, batch)))
+    steps = -(-users // own)
+    most = -(-(users + actions // longest) // own) if windows else steps
     known = _of_items(description)
     # Neither paid (benchmarks/notes/features.md), and with dates, requests would need their time.
     left_out = [f["name"] for f in known if f["kind"] in ("date", "text")]
     features = [f["name"] for f in known if f["name"] not in left_out]
     settings: dict[str, tuple[Any, str]] = {
         LENGTH: (longest, f"users have {mean:.1f} actions on average"),
-        "train.batch_size": (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),
+        BATCH: (batch, f"about {batch * min(mean, longest):,.0f} positions a step"),
         "model.loss.negatives": (
             (0, f"all {items:,} items") if items <= 2 * NEGATIVES else (NEGATIVES, f"of {items:,} items")
         ),

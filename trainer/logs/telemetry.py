@@ -26,7 +26,7 @@ from logitmix.common.messages import tell
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
 from logitmix.modules.schema import RECENCY
-from logitmix.trainer.config import TrainConfig
+from logitmix.trainer.config import Config, TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.targets import said_of_targets
@@ -297,6 +297,28 @@ def start_block(
         slow = "has no CUDA kernel and runs block by block in plain torch, in many small launches"
         block["loss"] = f"that of {' and '.join(losses)} {slow}"
     return with_plan(block, model.plan)
+
+
+def out_of_proportion(config: Config, sequences: int, items: int) -> list[str]:
+    """Lines about settings that are too large for so many sequences and items."""
+    train, loss, lines = config.train, config.model.loss, list[str]()
+    steps = max(1, round(train.epochs * -(-sequences // train.batch_size)))
+    if train.batch_size > sequences:
+        lines.append(
+            f"train.batch_size is {train.batch_size:,}, more than the {counted(sequences, 'sequence')} that there are: "
+            "each step is an epoch"
+        )
+    if train.warmup_steps > steps:
+        lines.append(
+            f"train.warmup_steps is {train.warmup_steps:,}, and the run has {counted(steps, 'step')}: the learning "
+            f"rates rise to {steps / train.warmup_steps:.2g} of what they are set to"
+        )
+    if loss.negatives > items and loss.share == "batch":
+        lines.append(
+            f"model.loss.negatives is {loss.negatives:,}, more than the {counted(items, 'item')} that there are: 0 "
+            "takes each of them once"
+        )
+    return lines
 
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:

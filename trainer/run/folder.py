@@ -178,7 +178,8 @@ def require_same_dataset(run: Path, dataset: Dataset) -> None:
     since."""
     if recorded_dataset(run) != dataset.description():
         raise ValueError(
-            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run"
+            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run, "
+            f"and restore it, or train another run on this one (train RECIPE --continue {run} starts from the weights)"
         )
 
 

@@ -132,7 +132,9 @@ def test_what_is_said_stands_above_what_is_sized(
     api.train("auto", "run", {"data.path": path, "train.batch_size": 7})
     sizes = with_settings(config, {"data.path": path})
     assert to_train[0] == to_train[3] == sizes
-    assert to_train[1] == to_train[4] == with_settings(sizes, {"train.batch_size": 7})
+    # 1,000 users are 143 steps.
+    of_seven = {"train.batch_size": 7, "evaluate.every_epochs": 3, "train.epochs": 209}
+    assert to_train[1] == to_train[4] == with_settings(sizes, of_seven)
     assert to_train[2].model.features == ("age",) and isinstance(to_train[2].model.similarity, MoLConfig)
     assert to_train[2].train == sizes.train
     cli.main(["train", "auto", "--data.path", path, "--data.items", "2"])

@@ -24,7 +24,7 @@ from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.logs import projector, telemetry
 from logitmix.trainer.logs.board import Board
 from logitmix.trainer.logs.loggers import Loggers
-from logitmix.trainer.logs.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, start_block
+from logitmix.trainer.logs.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, out_of_proportion, start_block
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.plan import TablePlan
 from logitmix.trainer.quiet import quietly
@@ -44,6 +44,34 @@ def telemetry_of(run: Path, steps: int) -> Telemetry:
     model, done = some_model(), RunProgress()
     dataset: Any = SimpleNamespace(description=lambda: "{}")
     return Telemetry(run, model, Loggers(run, model.config, dataset, done, model.ranks), done, steps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, []),
+        ({"train.batch_size": 8, "train.warmup_steps": 2}, []),
+        (
+            {"train.batch_size": 9},
+            ["train.batch_size is 9, more than the 8 sequences that there are: each step is an epoch"],
+        ),
+        (
+            {"train.batch_size": 4, "train.warmup_steps": 8},
+            [
+                "train.warmup_steps is 8, and the run has 4 steps: the learning rates rise to 0.5 of what they are set "
+                "to"
+            ],
+        ),
+        (
+            {"model.loss.negatives": 21, "model.loss.share": "batch"},
+            ["model.loss.negatives is 21, more than the 20 items that there are: 0 takes each of them once"],
+        ),
+        ({"model.loss.negatives": 21}, []),
+    ],
+)
+def test_settings_that_are_too_large_for_the_dataset_are_said(settings: dict[str, Any], said: list[str]) -> None:
+    given = {"train.batch_size": 4, "train.epochs": 2, "model.loss.negatives": 20}
+    assert out_of_proportion(with_settings(Config(), given | settings), 8, 20) == said
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
