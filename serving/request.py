@@ -149,7 +149,7 @@ class RequestReader:
         has_recency = RECENCY_FEATURE in contents.about.schema.features
         self._wanted = contents.about.model.wanted
         self.wants = [of for of in contents.vocabularies[WANTED + self._wanted] if of] if self._wanted else []
-        self._derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
+        self.derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
 
     def read_all(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
         """Requests, whose numbers count from `first`. ValueError, with the number, for one that cannot be answered."""
@@ -172,7 +172,7 @@ class RequestReader:
         if events and len(events) != len(history):
             raise ValueError(f"request {place} has {len(events)} events for {len(history)} items of its history")
         times = _times(request, len(history), place)
-        if self._derives_recency and _list(request, "timestamps", place):
+        if self.derives_recency and _list(request, "timestamps", place):
             recency = recency_rows(torch.tensor(times[:-1]), torch.zeros(1, dtype=torch.int64)).tolist()
             unstated = zip(recency, events or [{}] * len(history), strict=True)
             events = [{RECENCY: RECENCY_VALUES[row], **event} for row, event in unstated]

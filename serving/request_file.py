@@ -1,6 +1,7 @@
 """A file of requests -> a file of answers, one JSON value per line."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +19,7 @@ def read_requests(path: Path) -> list[Request]:
     if not path.is_file():
         raise ValueError(f"no file at {path}; --histories must name one, with JSON in each line")
     requests: list[Request] = []
-    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in _lines(path).items():
         try:
             found = from_json(line)
         except ValueError as error:
@@ -33,6 +31,18 @@ def read_requests(path: Path) -> list[Request]:
         else:
             raise ValueError(f"{path}, line {number}: it must be a list of ids, or an object with history")
     return requests
+
+
+def _lines(path: Path) -> dict[int, str]:
+    """Those that are not blank, by number."""
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    return {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
+
+
+def at_line(problem: str, path: Path) -> str:
+    """What is wrong with a request of a file, with its line in place of its number."""
+    found = re.match(r"request (\d+)", problem)
+    return f"{path}, line {[*_lines(path)][int(found[1])]}: the request{problem[found.end() :]}" if found else problem
 
 
 def answer_file(

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
+from logitmix.modules.config import sees_times
 from logitmix.modules.schema import WANTED, require_kind
 from logitmix.serving.columns import NEW
 from logitmix.serving.directory.format import Contents, signature
@@ -144,6 +145,11 @@ class Retriever:
         """What a request to it may have, as the manifest says it."""
         inputs: dict[str, Any] = signature(self._about)["inputs"]
         return inputs
+
+    @property
+    def takes_times(self) -> bool:
+        """Whether the timestamps of a request change its answer."""
+        return sees_times(self.config.encoder, self.tower.schema) or self._reader.derives_recency
 
     @property
     def num_items(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,26 @@ def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert Counter(columns["category"][item] for item in items) == {"b b": 3, "c's": 3, "d": 3}
     cli.main(["retrieve", folder, "--history", IDS[3], "--where", "category = none", "--json"])
     assert capsys.readouterr() == ("[]\n", "no item is left by --where, --allowed, --blocked and the history\n")
+
+
+def test_what_the_command_does_not_use_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    words = ["retrieve", str(export_small(small_model("mol", X), tmp_path / "served")), "--history", IDS[3], "--json"]
+    cli.main([*words, "--allowed", f"new,{IDS[5]},newer", "--blocked", IDS[6], "--time", "5"])
+    said = capsys.readouterr()
+    assert [row["id"] for row in json.loads(said.out)] == [IDS[5]]
+    assert said.err.splitlines() == [
+        "2 of 3 ids of --allowed are no items, such as 'new'",
+        "--timestamps and --time are not used: the model has no recency, times or dates",
+    ]
+    assert "--want is for models with model.wanted, which this one lacks; leave it out" in refusal(
+        *words, "--want", "a"
+    )
+    file = tmp_path / "asked.jsonl"
+    file.write_text('\n["nobody"]\n')
+    problem = refusal(*words[:2], "--histories", str(file), "--out", str(tmp_path / "out.jsonl"))
+    assert f"{file}, line 2: the request: no item of " in problem and not (tmp_path / "out.jsonl").exists()
 
 
 def test_attributes_change_without_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

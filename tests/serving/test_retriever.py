@@ -394,6 +394,10 @@ def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monk
     assert done == [2, 1]
     with pytest.raises(ValueError, match="request 2 names no known item"):
         request_file.answer_file(retriever, [*requests[:2], {"history": ["new"]}], tmp_path / "none.jsonl", Options(4))
+    file = tmp_path / "asked.jsonl"
+    file.write_text('\n["a"]\n\n["b"]\n')
+    assert request_file.at_line("request 1: no", file) == f"{file}, line 4: the request: no"
+    assert request_file.at_line("k is 0", file) == "k is 0"
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "out.jsonl", "served"}
     for line, said in (("[1", "not JSON"), ("[" * 100_000, "not JSON"), ("3", "it must be a list of ids")):
         (tmp_path / "wrong.jsonl").write_text("[]\n" + line)

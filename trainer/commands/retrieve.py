@@ -128,9 +128,17 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         show(f"{arguments.out}: {counted(count, 'request')} answered")
         return
     try:
+        if arguments.want:
+            retriever.wanted_row(arguments.want)
         (rows,) = retriever.answer([request], options)
     except ValueError as error:
         raise ValueError(of_one(str(error))) from None
+    for flag, ids in (("--allowed", request.get("allowed", [])), ("--blocked", request["blocked"])):
+        unknown = [raw_id for raw_id in map(str, ids) if retriever.raw_ids.find(raw_id) is None]
+        if unknown:
+            say(f"{len(unknown):,} of {counted(len(ids), 'id')} of {flag} are no items, such as {unknown[0]!r}")
+    if (arguments.timestamps or arguments.time is not None) and not retriever.takes_times:
+        say("--timestamps and --time are not used: the model has no recency, times or dates")
     if not rows:
         say("no item is left by --where, --allowed, --blocked and the history")
     if arguments.json:
@@ -156,7 +164,7 @@ def _why(row: "Row") -> list[Text]:
 def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options") -> int:
     """Answers all requests of a file; returns their number."""
     from logitmix.serving.request import Request
-    from logitmix.serving.request_file import answer_file, read_requests
+    from logitmix.serving.request_file import answer_file, at_line, read_requests
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
@@ -165,5 +173,8 @@ def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))
     with counting("answering", len(requests)) as advance:
-        answer_file(retriever, requests, Path(arguments.out), options, advance)
+        try:
+            answer_file(retriever, requests, Path(arguments.out), options, advance)
+        except ValueError as error:
+            raise ValueError(at_line(str(error), Path(arguments.histories))) from None
     return len(requests)

@@ -353,7 +353,8 @@ def _finish(
                     none += len(np.setdiff1d(lacking, part["of"].to_numpy()))
                 rows, short = rows + len(part), short + len(lacking)
     if short:
-        say(f"{short:,} {histories.of} get fewer than {k:,} items, {none:,} of them none, such as {example!r}")
+        nothing = f"{none:,} of them none, " if none else ""
+        say(f"{short:,} {histories.of} get fewer than {k:,} items, {nothing}such as {example!r}")
     if line := histories.said_of_new(count_X):
         say(line)
     shutil.rmtree(asked.parts)
