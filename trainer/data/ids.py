@@ -9,8 +9,12 @@ import pyarrow.compute as pc
 from logitmix.common.mappings import counted
 from logitmix.trainer.data.arrow import as_numpy, is_text
 from logitmix.trainer.data.blocks import TableBlock
+from logitmix.trainer.data.numbers import MISSING
 from logitmix.trainer.data.rejects import Rejects
 
+MANY, MUCH = 50, 0.2
+"""An id is doubtful that has more than this share of the actions of so many ids."""
+_NONE = pa.array(sorted({text.lower() for text in MISSING} | {"undefined"}))
 WHOLE = r"^(-?[0-9]+)(\.0*)?$"
 
 
@@ -73,3 +77,15 @@ def shortened(name: str, ids: pa.StringArray) -> list[str]:
         return []
     such = f"{counted(len(short), 'id')}, such as {short[0]}"
     return [f"column {name}: {such}, as spreadsheets show long numbers, without their last digits: export it as text"]
+
+
+def doubtful(name: str, counts: np.ndarray, ids: pa.StringArray) -> list[str]:
+    """Lines about ids that stand for none, and about one that has much of the actions; `counts` of their actions."""
+    of_none = pc.is_in(pc.utf8_lower(pc.utf8_trim_whitespace(ids)), value_set=_NONE)
+    found = {
+        ids[row].as_py(): f"is the id of {counted(int(counts[row]), 'action')}, as if they had none"
+        for row in np.flatnonzero(as_numpy(of_none)).tolist()
+    }
+    if len(ids) >= MANY and (share := counts.max() / counts.sum()) > MUCH:
+        found.setdefault(ids[int(counts.argmax())].as_py(), f"has {share:.0%} of the actions, as if it stood for many")
+    return [f'column {name}: {text} {said}; --where "{name} != {text}" leaves them out' for text, said in found.items()]

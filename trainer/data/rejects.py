@@ -1,10 +1,12 @@
 """Malformed lines: shown, written to a file, counted."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 
+from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 
 SHOWN = 5
@@ -32,6 +34,8 @@ class Rejects:
         self._file: TextIO | None = None
         self._first = ""
         self._said: set[str] = set()
+        self._undecodable: dict[str, tuple[int, str]] = {}
+        """By column: how many texts are not UTF-8, and the place of the first."""
 
     def add(self, file: str, line: int, reason: str, text: str | bytes) -> None:
         if self._file is None:
@@ -44,6 +48,12 @@ class Rejects:
         if self.count <= SHOWN:
             self.say(problem)
 
+    def undecodable(self, file: str, column: str, lines: Sequence[int]) -> None:
+        """Notes texts that are not UTF-8, and so missing, in lines that are read all the same."""
+        if len(lines):
+            count, first = self._undecodable.get(column, (0, f"{file}:{lines[0]}"))
+            self._undecodable[column] = count + len(lines), first
+
     def check_format(self, file: str) -> None:
         """Stops early if no line could be read: that is another format, not a few bad lines."""
         if self.count == self.lines >= ENOUGH_TO_JUDGE and self.max_share < 1:
@@ -54,6 +64,9 @@ class Rejects:
     def finish(self) -> None:
         """Raises TooManyRejects if the share of malformed lines is above the limit."""
         self.close()
+        for column, (count, first) in self._undecodable.items():
+            are = "is not UTF-8 and counts" if count == 1 else "are not UTF-8 and count"
+            self.say(f"column {column}: {counted(count, 'text')} {are} as missing, such as {first}")
         if self.count > SHOWN:
             self.say(f"… and {self.count - SHOWN:,} more malformed lines")
         if self.count and self.count / self.lines > self.max_share:

@@ -21,6 +21,7 @@ _OF_KINDS = re.compile("event|action|behaviou?r|type|kind", re.IGNORECASE)
 _KINDS = 20
 """Most values of it."""
 _DAY = 86_400
+_1980 = 315_532_800
 """Seconds by which clocks and time zones may differ."""
 
 
@@ -114,8 +115,12 @@ def _sides(description: Mapping[str, Any]) -> dict[str, str]:
 def _span(times: Mapping[str, Any]) -> str:
     if unit := times["unit"]:
         first, last = (_date(times[edge] // UNITS[unit]) for edge in ("first", "last"))
-        later = ": the last are in the future" if times["last"] / UNITS[unit] > time() + _DAY else ""
-        return f"{first} to {last}, in {UNIT_NAMES[unit]}{later}"
+        strange = [
+            "the first are before 1980" if times["first"] / UNITS[unit] < _1980 else "",
+            "the last are in the future" if times["last"] / UNITS[unit] > time() + _DAY else "",
+        ]
+        said = ", ".join(filter(None, strange))
+        return f"{first} to {last}, in {UNIT_NAMES[unit]}{f': {said}' if said else ''}"
     return f"{times['first']} to {times['last']}: an order, but no dates"
 
 

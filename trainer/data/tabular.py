@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rich.progress import Progress
 
 from logitmix.common.mappings import counted, first_line
-from logitmix.trainer.data.arrow import as_numbers, is_encodable, is_text, is_utf8
+from logitmix.trainer.data.arrow import as_numbers, as_numpy, is_encodable, is_text, is_utf8
 from logitmix.trainer.data.blocks import Keys, TableBlock
 from logitmix.trainer.data.delimited import require_short
 from logitmix.trainer.data.files import InputFile, is_zip, magic
@@ -227,6 +227,9 @@ class _CsvReader:
                 self.rejects.add(self.label, row.number, "not UTF-8", self.dialect.delimiter.join(row.fields))
         self.line += lines.taken
         columns = [_texts([row[place] for row in rows]) for place in range(len(self.header))]
+        for name, column in zip(self.header, columns, strict=True):
+            lost = np.flatnonzero(as_numpy(column.is_null())).tolist() if column.null_count else []
+            self.rejects.undecodable(self.label, name, [numbers[row] for row in lost])
         return self._table(np.array(numbers, np.int64), columns, lambda row: self.dialect.delimiter.join(rows[row]))
 
     def _reject(self, row: "_Row") -> None:
@@ -524,6 +527,8 @@ def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: lis
             if name in key_names or _is_named(name):
                 columns[name], valid = _as_utf8(label, name, _bytes_as_text(values) if name in key_names else values)
                 whole &= valid | (name not in key_names)
+                if name not in key_names:
+                    rejects.undecodable(label, name, (first + np.flatnonzero(~valid)).tolist())
     numbers = np.arange(first, first + batch.num_rows)
     keys = [columns[name] for name in key_names]
     block = TableBlock(label, numbers, key_names, columns, lambda row: ",".join(str(key[row]) for key in keys))

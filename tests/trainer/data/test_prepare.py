@@ -169,6 +169,8 @@ def test_actions_of_the_future_are_said(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("user,item,timestamp\n1,x,1700000000\n1,y,4000000000\n")
     made = run("table", tmp_path / "in.csv", tmp_path / "out")
     assert "2096-10-02 07:06, in seconds: the last are in the future" in summarize(made, tmp_path / "out")
+    before = made | {"times": made["times"] | {"first": 0, "last": 1_700_000_000}}
+    assert "1970-01-01 00:00 to 2023-11-14 22:13, in seconds: the first are before 1980" in summarize(before, tmp_path)
 
 
 def test_the_summary_knows_the_recipes_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from logitmix.trainer.data.description import schema_of
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.features import read_schema
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
-from logitmix.trainer.data.ids import as_whole, exact_ids, shortened
+from logitmix.trainer.data.ids import as_whole, doubtful, exact_ids, shortened
 from logitmix.trainer.data.joined import NOTHING_JOINED, Joins, join, joins_of
 from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.matching import alike
@@ -123,6 +123,12 @@ def read(
         actions.users, actions.user_ids = _as_whole(names.user, actions.users, actions.user_ids, rejects)
         actions.items, actions.item_ids = _as_whole(names.item, actions.items, actions.item_ids, rejects)
         lists.say()
+        for name, codes, ids in (
+            (names.user, actions.users, actions.user_ids),
+            (names.item, actions.items, actions.item_ids),
+        ):
+            for line in doubtful(name, _count(codes, len(ids)), ids):
+                rejects.say(line)
     for what, name, ids in (("user", names.user, actions.user_ids), ("item", names.item, actions.item_ids)):
         for line in (*alike(what, ids), *shortened(name, ids)):
             rejects.say(line)
@@ -149,6 +155,14 @@ def _as_whole(name: str, codes: Pieces, ids: pa.StringArray, rejects: Rejects) -
     encoded = whole.dictionary_encode()
     recoded = encoded.indices.to_numpy()
     return Pieces.of(recoded[each] for each in codes.numbers()), encoded.dictionary
+
+
+def _count(codes: Pieces, count: int) -> np.ndarray:
+    """int64 [count]: how many rows have each code."""
+    found = np.zeros(count, np.int64)
+    for piece in codes.numbers():
+        found += np.bincount(piece, minlength=count)
+    return found
 
 
 def _settle_times(actions: Actions, clock: Clock, name: str, rejects: Rejects) -> None:
