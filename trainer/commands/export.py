@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from logitmix.common.mappings import require
+from logitmix.common.mappings import counted, require
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace, importing
@@ -88,7 +88,7 @@ def run(words: list[str]) -> None:
         parts("--filterable", arguments.filterable),
         arguments.catalog,
     )
-    said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {arguments.run}"
+    said = f"{arguments.out}: {counted(manifest['num_items'], 'item')}, step {manifest['step']} of {arguments.run}"
     if manifest["precision"] != arguments.precision:
         said += f"\n{arguments.precision} cannot hold the items' sides: they are stored in {manifest['precision']}"
     if is_main():

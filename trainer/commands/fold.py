@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from logitmix.common.mappings import counted
 from logitmix.common.storage import path_of
 from logitmix.trainer.commands.options import ExportPlace, JSONOption, OverwriteOption, importing
 from logitmix.trainer.commands.words import parse
@@ -29,5 +30,5 @@ def run(words: list[str]) -> None:
 
     directory, deltas, out = (path_of(of) for of in (arguments.directory, arguments.deltas, arguments.out))
     manifest = fold(directory, deltas, out, arguments.overwrite, arguments.keep)
-    said = f"{arguments.out}: {manifest['num_items']:,} items, step {manifest['step']} of {manifest['run']}"
+    said = f"{arguments.out}: {counted(manifest['num_items'], 'item')}, step {manifest['step']} of {manifest['run']}"
     arguments.tell(manifest, said)

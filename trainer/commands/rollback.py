@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from logitmix.common.mappings import counted
 from logitmix.common.storage import path_of
 from logitmix.trainer.commands.options import ExportPlace, JSONOption, importing
 from logitmix.trainer.commands.words import parse
@@ -24,5 +25,6 @@ def run(words: list[str]) -> None:
         from logitmix.serving.directory.writer import roll_back
 
     manifest = roll_back(path_of(arguments.directory), arguments.to)
-    said = f"{arguments.directory}: {manifest['num_items']:,} items, step {manifest['step']} of {manifest['run']}"
+    items = counted(manifest["num_items"], "item")
+    said = f"{arguments.directory}: {items}, step {manifest['step']} of {manifest['run']}"
     arguments.tell(manifest, said)

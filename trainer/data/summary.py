@@ -104,7 +104,7 @@ def _sides(description: Mapping[str, Any]) -> dict[str, str]:
         name = given["name"] if given else f"the source's table of {what}"
         matched, ids, idle = counts["matched"], counts["ids"], counts["without_actions"]
         if missing := description[what] - matched:
-            lines[what] = f"{matched:,} of {description[what]:,} are in {name}: {missing:,} have no features of it"
+            lines[what] = f"{matched:,} of {description[what]:,} are in {name}: {missing:,} without features of it"
         elif idle or given:
             lines[what] = f"all are in {name}"
         if idle:

@@ -109,7 +109,7 @@ def test_prepare_names_what_does_not_fit(tmp_path: Path) -> None:
     dataset, said = prepared(file, items=items, users=users)
     assert "1 id occurs in several rows of items.csv with different values, such as i2 with those of brand" in said
     assert [line for line in summary(dataset).splitlines() if line.startswith(("items", "users     all"))] == [
-        "items     4 of 6 are in items.csv: 2 have no features of it; 3 of its 7 ids have no actions and are left out",
+        "items     4 of 6 are in items.csv: 2 without features of it; 3 of its 7 ids have no actions and are left out",
         "users     all are in users.csv",
     ]
     assert read_description(dataset.path)["side_tables"] == {

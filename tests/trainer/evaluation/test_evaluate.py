@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from small_data import in_memory, small_config, write_late_items
+from small_data import in_memory, small_config, write_dataset, write_late_items
 from torch import Tensor
 
 from logitmix.comm.process_group import Ranks
@@ -231,3 +231,13 @@ def test_a_sample_of_users_is_fixed_by_the_seed(ranks: Ranks) -> None:
         "test", small_tower(), whole(item_table(), ranks)
     )
     assert sampled["users"] == 10
+
+
+@pytest.mark.parametrize(("users", "few"), [(29, True), (30, False)])
+def test_metrics_of_few_users_are_said(
+    users: int, few: bool, tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(write_dataset(tmp_path / "data", users=users))
+    Evaluation(config, load_dataset(config.data.path), ranks)
+    said = "metrics are of 29 users in validation and 29 users in test: of so few, most of a difference is chance\n"
+    assert (said in capsys.readouterr().err) == few
