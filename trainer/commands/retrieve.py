@@ -133,12 +133,8 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         (rows,) = retriever.answer([request], options)
     except ValueError as error:
         raise ValueError(of_one(str(error))) from None
-    for flag, ids in (("--allowed", request.get("allowed", [])), ("--blocked", request["blocked"])):
-        unknown = [raw_id for raw_id in map(str, ids) if retriever.raw_ids.find(raw_id) is None]
-        if unknown:
-            say(f"{len(unknown):,} of {counted(len(ids), 'id')} of {flag} are no items, such as {unknown[0]!r}")
-    if (arguments.timestamps or arguments.time is not None) and not retriever.takes_times:
-        say("--timestamps and --time are not used: the model has no recency, times or dates")
+    for line in _unused(retriever, request):
+        say(line)
     if not rows:
         say("no item is left by --where, --allowed, --blocked and the history")
     if arguments.json:
@@ -150,6 +146,26 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
         texts = Text(shown(row["id"])), Text(shown(row["title"] or ""))
         table.add_row(str(row["rank"]), *texts, f"{row['score']:.4f}", *_why(row))
     Console().print(table)
+
+
+def _unused(retriever: "Retriever", request: "Request") -> list[str]:
+    """Lines about what the request has that its answer does not depend on."""
+    lines, values = [], list[str]()
+    for flag, ids in (("--allowed", request.get("allowed", [])), ("--blocked", request["blocked"])):
+        unknown = [raw_id for raw_id in map(str, ids) if retriever.raw_ids.find(raw_id) is None]
+        if unknown:
+            lines.append(
+                f"{len(unknown):,} of {counted(len(ids), 'id')} of {flag} are no items, such as {unknown[0]!r}"
+            )
+    if request["user"]:
+        values += retriever.features.unknown("user", [request["user"]])
+    if request["events"]:
+        values += retriever.features.unknown("event", request["events"])
+    if values:
+        lines.append(f"{counted(len(values), 'value')} that training did not see, such as {values[0]}: as if missing")
+    if (request["timestamps"] or "time" in request) and not retriever.takes_times:
+        lines.append("--timestamps and --time are not used: the model has no recency, times or dates")
+    return lines
 
 
 def _why(row: "Row") -> list[Text]:

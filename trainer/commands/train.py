@@ -76,4 +76,6 @@ def _words_of_continued(words: list[str]) -> list[str]:
         return words
     if not (run := taken[-1][1]):
         raise ValueError("--continue needs the run to go on from: --continue RUN")
+    if last_value(left, "--warm-start"):
+        raise ValueError("--continue names the run to start from, as --warm-start does; give only one")
     return [*left, "--warm-start", run, "--continues"]

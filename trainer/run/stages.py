@@ -57,8 +57,9 @@ def refit_config(run: Path, epochs: float) -> Config:
 
 
 def _without_validation(config: Config, run: Path, epochs: float) -> Config:
-    train = replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs)
-    train = replace(train, epochs=_epochs_of_schedule(run, config))
+    # With constant rates, train.epochs may be fewer by now.
+    most = max(epochs, _epochs_of_schedule(run, config))
+    train = replace(config.train, refit=False, minutes=0.0, patience=0, stop_after_epochs=epochs, epochs=most)
     return replace(config, data=replace(config.data, validation=False), train=train, start={})
 
 

@@ -339,5 +339,7 @@ def test_the_word_continue() -> None:
     assert _words_of_continued(words) == ["auto", "--data.path", "data/b", "--warm-start", "runs/a", "--continues"]
     with pytest.raises(ValueError, match="--continue needs the run to go on from"):
         _words_of_continued(["auto", "--continue"])
+    with pytest.raises(ValueError, match="--continue names the run to start from, as --warm-start does; give only one"):
+        _words_of_continued([*words, "--warm-start", "runs/c"])
     with pytest.raises(ValueError, match="continues is set, but no run to go on from; give --continue RUN"):
         Config(continues=True)

@@ -122,6 +122,14 @@ def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> N
             use()
 
 
+def test_a_refit_has_its_epochs_though_the_run_has_fewer_by_now(tmp_path: Path) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    settings = FP32 | {"tables.lr": 0.01, "evaluate.metric": "mrr"}
+    best = train(small_config(data, settings | {"train.epochs": 4}), run)["step"]
+    assert best > 4
+    assert train(small_config(data, settings | {"train.epochs": 1, "train.refit": True}), run)["step"] == best
+
+
 def test_stopping_after_less_than_a_step_trains_one(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data")
     assert train(small_config(data, FP32 | {"train.stop_after_epochs": 0.01}), tmp_path / "run")["step"] == 1
