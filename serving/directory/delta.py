@@ -168,7 +168,7 @@ def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[De
         if delta.applies_to != digest:
             problems.append(
                 f"{delta.path}, number {at}, applies to an export with digest {delta.applies_to[:12]}, but the one "
-                f"before it has {digest[:12]}"
+                f"before it has {digest[:12]}; deltas of another export need a folder of their own"
             )
             break
         found.append(delta)

@@ -171,7 +171,7 @@ def refusals() -> dict[str, tuple[Any, int, str]]:
         "missing": (lambda folder: shutil.rmtree(folder / "d2"), 1, "has number 3, but delta 2 is missing in"),
         "the first is missing": (lambda folder: shutil.rmtree(folder / "d1"), 0, "but delta 1 is missing in"),
         "doubled": (twice, 1, "both have number 2; remove the one that is not wanted"),
-        "reordered": (swapped, 1, "d3, number 2, applies to an export with digest "),
+        "reordered": (swapped, 1, "; deltas of another export need a folder of their own"),
         "damaged": (damaged, 2, f"{ROWS} is damaged (its SHA-256 is not that in delta.json)"),
         "edited": (changed, 1, f"{DELTA_MANIFEST} is damaged (its sha256 is not that of its content)"),
     }

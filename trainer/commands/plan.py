@@ -251,6 +251,7 @@ def plan_job(
     from logitmix.trainer.parallel.parallelize import unsharded
     from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
     from logitmix.trainer.parallel.traffic import expected_ids, rows_sent, traffic
+    from logitmix.trainer.run.warm_start import require_fit
 
     require(devices.world_size >= 1, "--world-size", devices.world_size, "at least 1")
     whole_hosts = devices.per_host >= 1 and devices.world_size % devices.per_host == 0
@@ -273,6 +274,8 @@ def plan_job(
         parts = first_batches(config, dataset, devices.world_size)
         parts = _with_rows(parts, used)
         ids, batch = [of.ids for of in parts], max(parts, key=lambda of: len(of.input_T))
+    if config.first:
+        require_fit(config.first, config, schema)
     model, tables = unsharded(schema, config, torch.device(devices.kind))
     plan = describe(plan_tables(tables, config, devices), tables, config)
     weights = sum(weight.numel() for weight in model.tower.parameters())

@@ -104,7 +104,9 @@ def require_fit(first: Config, config: Config, schema: Schema) -> None:
         before, now = (Tower(each.model, model_schema(schema, each)) for each in (first, config))
     if not _fits(before, now):
         differences = _differences(first, config, before, now)
-        raise ValueError(f"the weights of the run that is trained first would not fit: {differences}")
+        raise ValueError(
+            f"the weights of the run that is trained first would not fit: {differences}; set this alike for both runs"
+        )
 
 
 _OWN = ("similarity.", "hindexer.")

@@ -58,6 +58,7 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
         ("--world-size 6 --per-host 4", "--per-host is 4; it must be a divisor of the 6 ranks"),
         ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM trains with"),
         ("--tables.brand.lr 1", "tables.brand: no table brand"),
+        ("--start.model.dim 4", "the weights of the run that is trained first would not fit: model.dim was 4, is "),
         ("--data.path nothing", "no dataset at nothing"),
     ],
 )

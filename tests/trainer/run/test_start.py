@@ -260,7 +260,10 @@ def test_weights_that_would_not_fit_are_refused_before_anything_is_trained(
     data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
     with pytest.raises(ValueError) as raised:
         train(small_config(data, BOTH | START | setting), run)
-    assert str(raised.value) == f"the weights of the run that is trained first would not fit: {said}"
+    assert (
+        str(raised.value)
+        == f"the weights of the run that is trained first would not fit: {said}; set this alike for both runs"
+    )
     assert not run.exists()
 
 
