@@ -204,7 +204,9 @@ def recorded_dataset(run: Path) -> str:
 
 def _read(run: Path, name: str) -> str:
     if not (run / name).exists():
-        raise ValueError(f"{run} is not a run directory (it has no {name}); give one that `logitmix train` made")
+        within = sorted(run.glob("*/config.toml"))
+        give = f"one of those within, such as {within[0].parent}" if within else "one that `logitmix train` made"
+        raise ValueError(f"{run} is not a run directory (it has no {name}); give {give}")
     return read_text(run / name)
 
 
