@@ -372,8 +372,9 @@ def _features(
         made = make_features(chosen, ordered.item_ids, _keep, unit, options.embed_with)
         return replace(made, notes=[*notes, *made.notes])
     except ValueError as error:
-        # A stated kind may not fit its column.
-        raise ValueError(f"{options.schema}: {error}" if options.schema else str(error)) from None
+        # A kind that is stated, or that of the dataset before, may not fit its column.
+        where = Path(options.source).name if known else options.schema
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
 
 
 def _keep(values: np.ndarray) -> Any:

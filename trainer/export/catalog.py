@@ -142,7 +142,10 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
     if not (left := int(stays_X.sum()) + len(back_N) + added):
         raise ValueError(f"no item of {X:,} would be left; an export needs at least one")
 
-    changed = _changed(contents, columns, ids, place_N, said)
+    try:
+        changed = _changed(contents, columns, ids, place_N, said)
+    except ValueError as error:
+        raise ValueError(f"{Path(catalog.items).name}: {error}") from None
     of_ids = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else []
     titles = dict(zip(ids, of_ids, strict=False))
     known = {raw_id: int(place) for raw_id, place in zip(ids, place_N, strict=True) if place < X}

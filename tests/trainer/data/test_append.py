@@ -133,6 +133,11 @@ def test_the_command_says_what_is_new(
             {},
             "to append are milliseconds, and those of .* seconds; they must",
         ),
+        (
+            [("a", "y", DAY + 6, "one", "dear")],
+            {},
+            r"^1\.csv: feature price has the value 'dear', which is no number$",
+        ),
         (SECOND, {"min_user_actions": 2}, "--append takes no --min-user-actions"),
         (SECOND, {"out": ""}, "--append needs --out"),
         (SECOND, {"append": "nowhere", "overwrite": True}, "no dataset at nowhere; make it with"),

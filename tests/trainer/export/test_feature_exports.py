@@ -389,7 +389,7 @@ def test_an_export_of_a_catalog_is_an_export_that_is_updated(
 
 def test_a_broken_table_changes_nothing(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = json.loads((served / "manifest.json").read_text())
-    with pytest.raises(ValueError, match="feature price has the value 'much', which is no number"):
+    with pytest.raises(ValueError, match=r"^new\.csv: feature price has the value 'much', which is no number"):
         update_items(served, catalog_of(tmp_path, "item,price,brand\nnew,much,brand-1\n"))
     monkeypatch.setattr(catalog_module, "CHUNK_ITEMS", 2)
     for name, value, said in (
