@@ -373,7 +373,8 @@ def _features(
         return replace(made, notes=[*notes, *made.notes])
     except ValueError as error:
         # A kind that is stated, or that of the dataset before, may not fit its column.
-        where = Path(options.source).name if known else options.schema
+        of_values = str(error).startswith("feature ")
+        where = options.schema if not known else Path(options.source).name if of_values else ""
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
 
 
