@@ -119,6 +119,8 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
     ranks = job.ranks
     with run_lock(run, ranks):
         begun = on_first_rank(lambda: bool(checkpoint_paths(run)), ranks)
+        if not begun and (run / "results.json").is_file():
+            job.say(f"{run} has results, but no checkpoint: it is trained anew")
         if (first := config.first) and not begun:
             _train_first(first, config, run, job)
         dataset = limited(config, job.dataset)

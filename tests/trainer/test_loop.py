@@ -97,7 +97,12 @@ def test_parts_of_epochs_are_trained_and_evaluated(tmp_path: Path, capsys: pytes
     train(small_config(data, settings), run)
     assert evaluated(run) == [2, 3, 4, 5, 6] and "nothing is left to train" not in capsys.readouterr().err
     train(small_config(data, settings | {"train.stop_after_epochs": 1.25}), run)
-    assert "nothing is left to train: 6 of 5 steps are done\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nothing is left to train: 6 of 5 steps are done\n" in said and "trained anew" not in said
+    shutil.rmtree(run / "checkpoints")
+    train(small_config(data, settings | {"train.stop_after_epochs": 0.25}), run)
+    assert f"{run} has results, but no checkpoint: it is trained anew\n" in capsys.readouterr().err
+    train(small_config(data, settings), run)
     with pytest.raises(ValueError, match=r"train.epochs was 1\.5, is 2\.0; use another run"):
         train(small_config(data, settings | {"train.epochs": 2}), run)
 
