@@ -61,9 +61,10 @@ def _difference(missing: pa.StringArray, known: pa.StringArray, count: int) -> s
 
 def alike(what: str, ids: pa.StringArray, known: pa.StringArray | None = None) -> list[str]:
     """A line if some of the distinct ids differ from another, or from one of those `known` beside them, only by blanks,
-    case or how Unicode composes a letter."""
+    case, leading zeros or how Unicode composes a letter."""
     both = ids if known is None else pa.concat_arrays([known.cast(ids.type), ids])
     plain = pc.utf8_lower(pc.utf8_normalize(pc.replace_substring_regex(both, _BLANKS, ""), "NFKC"))
+    plain = pc.replace_substring_regex(plain, "^0+([0-9]+)$", r"\1")
     codes = plain.dictionary_encode().indices.to_numpy()
     first = np.unique(codes, return_index=True)[1][codes]
     repeated = np.flatnonzero(first != np.arange(len(codes)))
@@ -75,7 +76,7 @@ def alike(what: str, ids: pa.StringArray, known: pa.StringArray | None = None) -
     shown = repr if one.strip().lower() == other.strip().lower() else ascii
     differ = "differs" if len(repeated) == 1 else "differ"
     return [
-        f"{counted(len(repeated), what)} {differ} from another only by blanks, case or Unicode's forms, such as "
+        f"{counted(len(repeated), what)} {differ} from another only by blanks, case, zeros or Unicode's forms, such as "
         f"{shown(one)} and {shown(other)}: they count as different"
     ]
 

@@ -81,7 +81,8 @@ def test_ids_that_come_again_with_other_values_are_said() -> None:
         (["Caf\u00e9", "Cafe\u0301"], None, r"1 item differs .* such as 'Cafe\\u0301' and 'Caf\\xe9': they count"),
         (["a", "\ufeffa"], None, r"1 item differs .* such as '\\ufeffa' and 'a'"),
         (["B", "c"], ["x", "X", "b"], "1 item differs .* such as 'B' and 'b'"),
-        (["a", "a b", "ab", "1", "01", "\u00e4"], ["x", "X"], ""),
+        (["7", "007", "0", "00", "70"], None, "2 items differ .* such as '007' and '7'"),
+        (["a", "a b", "ab", "1", "0a1", "10", "\u00e4"], ["x", "X"], ""),
         ([], ["x"], ""),
     ],
 )
@@ -93,10 +94,10 @@ def test_ids_that_could_be_one_are_said(ids: list[str], known: list[str] | None,
 def test_prepare_names_ids_that_could_be_one(tmp_path: Path) -> None:
     file = file_of(tmp_path, b"user,item,timestamp\nu,i,1\nU,j,2\n")
     dataset, said = prepared(file)
-    assert "1 user differs from another only by blanks, case or Unicode's forms, such as 'U' and 'u'" in said
+    assert "1 user differs from another only by blanks, case, zeros or Unicode's forms, such as 'U' and 'u'" in said
     later = file_of(tmp_path, b"user,item,timestamp\nu,I,3\n", "later.csv")
     said = prepared(later, append=dataset.path, min_user_actions=5, overwrite=False, out=tmp_path / "both")[1]
-    assert "1 new item differs from another only by blanks, case or Unicode's forms, such as 'I' and 'i'" in said
+    assert "1 new item differs from another only by blanks, case, zeros or Unicode's forms, such as 'I' and 'i'" in said
     assert "user differs" not in said
 
 
