@@ -28,7 +28,7 @@ from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.projector import write_projector
-from logitmix.trainer.logs.telemetry import Telemetry, out_of_proportion, start_block
+from logitmix.trainer.logs.telemetry import Telemetry, doubtful_settings, start_block
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
 from logitmix.trainer.run import checkpoint
@@ -132,7 +132,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         model = parallelize(dataset.schema, config, ranks, restored=begun)
         of_items = said_of_limit(config, dataset) if ranks.rank == 0 else ""
         said = start_block(dataset, model, why, batches.left_out, batches.places, of_negatives, of_items)
-        said = "\n".join([said, *out_of_proportion(config, len(batches.user_S), dataset.num_items)])
+        said = "\n".join([said, *doubtful_settings(config, len(batches.user_S), dataset.num_items)])
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)

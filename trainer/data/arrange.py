@@ -373,6 +373,8 @@ def removed(counted: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
 
 def nobody(fewest: int, counted: Mapping[str, int], repeated: int) -> ValueError:
     """What is wrong where no user has enough of the actions counted, without the duplicates."""
+    if not counted["actions"]:
+        return ValueError("all rows are those of --shown; give the actions with them")
     duplicates = f", without {repeated:,} exact duplicates" if repeated else ""
     return ValueError(
         f"no user has {fewest} or more actions (there were {counted['users']:,} users with {counted['actions']:,} "

@@ -23,9 +23,10 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
+from logitmix.modules.config import ModelConfig
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
-from logitmix.modules.schema import RECENCY
+from logitmix.modules.schema import RECENCY, USER
 from logitmix.trainer.config import Config, TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
@@ -299,9 +300,15 @@ def start_block(
     return with_plan(block, model.plan)
 
 
-def out_of_proportion(config: Config, sequences: int, items: int) -> list[str]:
-    """Lines about settings that are too large for so many sequences and items."""
-    train, loss, lines = config.train, config.model.loss, list[str]()
+def doubtful_settings(config: Config, sequences: int, items: int) -> list[str]:
+    """Lines about settings that are too large for so many sequences and items, or do nothing beside the others."""
+    train, model, loss, lines = config.train, config.model, config.model.loss, list[str]()
+    for name, used, needs in (
+        ("user_id_dropout", USER in model.features, f"{USER} in model.features"),
+        ("wanted_dropout", model.wanted, "model.wanted"),
+    ):
+        if getattr(model, name) != getattr(ModelConfig, name) and not used:
+            lines.append(f"model.{name} is {getattr(model, name):g}, which does nothing without {needs}")
     steps = max(1, round(train.epochs * -(-sequences // train.batch_size)))
     if train.batch_size > sequences:
         lines.append(

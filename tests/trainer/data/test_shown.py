@@ -121,6 +121,7 @@ def test_what_is_shown_at_the_end_of_a_day_belongs_to_an_action_of_a_later_one(m
     [
         ("event = impresion", HEADER, "--shown event = impresion: no row fulfills this; correct it, or leave it out"),
         ("evnt = buy", HEADER, "--shown 'evnt = buy'.*evnt"),
+        ("timestamp > 0", HEADER, r"^all rows are those of --shown; give the actions with them$"),
         ("shown = buy", HEADER.replace("event", "shown"), "--shown makes a column shown, and the actions have one"),
     ],
 )

@@ -24,7 +24,7 @@ from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.logs import projector, telemetry
 from logitmix.trainer.logs.board import Board
 from logitmix.trainer.logs.loggers import Loggers
-from logitmix.trainer.logs.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, out_of_proportion, start_block
+from logitmix.trainer.logs.telemetry import LEAST_LOSSES, Pace, Spikes, Telemetry, doubtful_settings, start_block
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.plan import TablePlan
 from logitmix.trainer.quiet import quietly
@@ -67,11 +67,27 @@ def telemetry_of(run: Path, steps: int) -> Telemetry:
             ["model.loss.negatives is 21, more than the 20 items that there are: 0 takes each of them once"],
         ),
         ({"model.loss.negatives": 21}, []),
+        (
+            {"model.user_id_dropout": 0.3, "model.wanted_dropout": 0.1},
+            [
+                "model.user_id_dropout is 0.3, which does nothing without user in model.features",
+                "model.wanted_dropout is 0.1, which does nothing without model.wanted",
+            ],
+        ),
+        (
+            {
+                "model.user_id_dropout": 0.3,
+                "model.features": ["user"],
+                "model.wanted": "a",
+                "model.wanted_dropout": 0.0,
+            },
+            [],
+        ),
     ],
 )
-def test_settings_that_are_too_large_for_the_dataset_are_said(settings: dict[str, Any], said: list[str]) -> None:
+def test_settings_that_do_not_fit_are_said(settings: dict[str, Any], said: list[str]) -> None:
     given = {"train.batch_size": 4, "train.epochs": 2, "model.loss.negatives": 20}
-    assert out_of_proportion(with_settings(Config(), given | settings), 8, 20) == said
+    assert doubtful_settings(with_settings(Config(), given | settings), 8, 20) == said
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
