@@ -62,6 +62,7 @@ class GPU:
 
 GPUS = {
     80: GPU("A100", 164 * 1024, 163 * 1024, 108),
+    89: GPU("L4", 100 * 1024, 99 * 1024, 58),
     90: GPU("H100", 228 * 1024, 227 * 1024, 132),
     100: GPU("B200", 228 * 1024, 227 * 1024, 148),
     103: GPU("B300", 228 * 1024, 227 * 1024, 160),
@@ -76,7 +77,7 @@ REGISTERS, WARPS, TENSOR_COLUMNS = 65536, 64, 512
 @dataclass(frozen=True)
 class Options:
     gpus: tuple[int, ...] = tuple(GPUS)
-    """Compute capabilities: 80, 90, 100, 103."""
+    """Compute capabilities: 80, 89, 90, 100, 103."""
     only: str = ""
     """Cases whose name contains this."""
     out: str = ""
@@ -328,12 +329,13 @@ def cases() -> dict[str, Case]:
         add_mixture(mol_triton, mol_loss, shape, half, corrected)
     for shape, dtype in (
         ((16, 4, 128, 128), half), ((4, 16, 128, 128), half), ((4, 4, 32, 64), full), ((8, 8, 64, 128), full),
+        ((16, 4, 64, 128), half), ((4, 16, 64, 128), half), ((8, 8, 64, 128), half),
     ):  # fmt: skip
         add(mol_triton, shaped(shape, dtype) + LIMIT, mol_loss, *shape, dtype, True)
     for H, length, corrected in product((16, 64, 128, 256, dot_triton.WIDEST), (1, 128), (False, True)):
         add(dot_triton, f"{H}, groups of {length}{', corrected' * corrected}", dot_loss, H, length, corrected)
     for dtype in (half, torch.float16, torch.int8, full):
-        for shape in (widest, (16, 8, 128, 128) if dtype != full else (8, 8, 64, 128)):
+        for shape in (widest, (8, 8, 64, 128), *([(16, 8, 128, 128)] if dtype != full else [])):
             add_mixture(mol_scores_triton, mol_scores, shape, dtype)
     for queries, width, filtered in ((8, 64, False), (8, 64, True), (64, 64, True), (8, 256, True), (1, 4, False)):
         add(stage1_triton, f"{queries} x {width}{', filtered' * filtered}", stage_1, queries, width, filtered)

@@ -61,15 +61,16 @@ def covers(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.dev
     """Whether tiles of these sizes fit on the device, in shared memory and, on a B200, tensor memory.
 
     FP32 and BF16; padded to powers of two, up to 64 components (16 on a side), 128 hidden units and a width of 128 in
-    BF16 and 64 in FP32. Less than an A100's shared memory is enough for BF16 and a width of 32. `make soak` compiles
+    BF16 and 64 in FP32. Less than an A100's shared memory is enough for BF16 and a width of 64. `make soak` compiles
     these limits.
     """
     plan = _plan(U, I, C, H, dtype, device)
     if dtype not in (torch.float32, torch.bfloat16) or plan.UP * plan.IP > 64 or max(U, I) > 16 or plan.HP > 128:
         return False
-    if _shared_memory(device) < A100:
-        return _shared_memory(device) >= LEAST_SHARED and dtype == torch.bfloat16 and plan.CP <= 32
-    return (plan.CP <= 64) or (plan.CP <= 128 and dtype == torch.bfloat16)
+    half, shared = dtype == torch.bfloat16, _shared_memory(device)
+    if shared < A100:
+        return shared >= LEAST_SHARED and half and plan.CP <= 64
+    return plan.CP <= 64 or (half and plan.CP <= 128)
 
 
 def mol_sampled_softmax(dtype: torch.dtype, groups: Groups, dropout: GateDropout | None, *tensors: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def covers(U: int, I: int, C: int, H: int, item: Side) -> bool:
 
     Components and gating weights in FP32, BF16, FP16 or INT8. Padded to powers of two, and to 8 query components and 2
     of the item: 16 components on a side, 128 hidden units, and 128 mixture components of a width of 128, or 64 of a
-    width of 64 in FP32. Less than an A100's shared memory is enough for 64 of a width of 32 in 16 bits.
+    width of 64 in FP32. Less than an A100's shared memory is enough for 64 of a width of 64 in 16 bits.
     """
     if any(part.dtype not in STORED for part in item):
         return False
@@ -52,7 +52,7 @@ def covers(U: int, I: int, C: int, H: int, item: Side) -> bool:
     M, half = plan.UP * plan.IP, plan.dtype != torch.float32
     shared = mol_triton._shared_memory(item[0].device)
     if shared < mol_triton.A100:
-        fits = shared >= mol_triton.LEAST_SHARED and half and M <= 64 and plan.CP <= 32
+        fits = shared >= mol_triton.LEAST_SHARED and half and M <= 64 and plan.CP <= 64
     else:
         fits = M <= 128 and plan.CP <= 128 if half else M <= 64 and plan.CP <= 64
     return fits and max(U, I) <= 16 and plan.HP <= 128
