@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--max-length", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=80)
+    parser.add_argument("--every", type=int, default=1, help="epochs from one evaluation to the next")
     parser.add_argument("--loss", default="softmax", help="of RecTools: softmax, sampled_softmax, gBCE or BCE")
     parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--seed", type=int, default=0)
@@ -48,7 +49,7 @@ def main() -> None:
     seed_everything(given.seed)
     sizes = {"n_blocks": given.blocks, "n_heads": given.heads, "n_factors": 64, "dropout_rate": 0.2}
     sizes |= {"session_max_len": given.max_length, "lr": given.lr, "loss": given.loss}
-    of_ratings(model_of(given.kind, sizes), given.ratings, given.seconds)
+    of_ratings(model_of(given.kind, sizes), given.ratings, given.seconds, given.every)
 
 
 SIMPLE: dict[str, Callable[[], ModelBase]] = {
@@ -67,7 +68,7 @@ def model_of(kind: str, sizes: dict[str, Any]) -> ModelBase:
     return (HSTUModel if kind == "hstu" else SASRecModel)(**sizes)
 
 
-def of_ratings(model: ModelBase, ratings: str, seconds: float) -> None:
+def of_ratings(model: ModelBase, ratings: str, seconds: float, every: int) -> None:
     names = ["user_id", "item_id", "weight", "datetime"]
     actions = pandas.read_csv(ratings, sep="::", engine="python", names=names)
     actions = actions.sort_values(["user_id", "datetime"], kind="stable").assign(weight=1.0)
@@ -91,9 +92,8 @@ def of_ratings(model: ModelBase, ratings: str, seconds: float) -> None:
 
     def tell(epoch: int, spent: float, validation: float) -> None:
         test, ndcg = metrics(0)
-        print(
-            f"epoch {epoch}, {spent:.0f} CPU s: validation HR@10 {validation:.4f}, test {test:.4f}, NDCG@10 {ndcg:.4f}"
-        )
+        found = f"validation HR@10 {validation:.4f}, test {test:.4f}, NDCG@10 {ndcg:.4f}"
+        print(f"epoch {epoch}, {spent:.0f} CPU s: {found}", flush=True)
 
     if not isinstance(model, SASRecModel | HSTUModel):
         spent, (validation, _) = timed(lambda: model.fit(earlier[1])), metrics(1)
@@ -104,7 +104,8 @@ def of_ratings(model: ModelBase, ratings: str, seconds: float) -> None:
     while spent < seconds:
         spent += timed(lambda: model.fit_partial(earlier[1], min_epochs=1, max_epochs=1))
         epoch += 1
-        tell(epoch, spent, metrics(1)[0])
+        if epoch % every == 0 or spent >= seconds:
+            tell(epoch, spent, metrics(1)[0])
 
 
 if __name__ == "__main__":
