@@ -36,9 +36,7 @@ BATCH, EPOCHS, SIMILARITY = "train.batch_size", "train.epochs", "model.similarit
 EXPLICIT, MOST_ITEMS = "data.negatives", "data.items"
 GIVEN = (KIND, LENGTH, STRIDE, BATCH, MINUTES, EPOCHS, SIMILARITY, EXPLICIT, MOST_ITEMS)
 """Settings of the user that others follow."""
-MOL = {
-    SIMILARITY: ("mol", "trained after the dot product: ahead of more of that where HSTU is deep and items are few")
-}
+MOL = {SIMILARITY: ("mol", "trained after the dot product: ahead of more of that where HSTU is deep and items are few")}
 WITH_EXPLICIT = {
     "model.loss.negatives": (128, "those of data.negatives replace up to half"),
     "model.loss.share": ("group", "a target that has such ones shares none"),

@@ -224,9 +224,7 @@ def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[C
     assert [of.train.epochs for of in to_train] == [102, 179, 179, 179, 179, 179]
 
 
-def test_auto_takes_mol_where_it_pays(
-    clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
     path = str(clicks)
     (clicks / "dataset.json").write_text(json.dumps(described(2_666, 20_000, 400_000)))
     cli.main(["train", "auto", "--data.path", path])
