@@ -47,16 +47,21 @@ class SampledLosses(nn.Module):
         "loss" is the one to minimize: "similarity" plus the weighted "hindexer" and minus the weighted
         "mutual_information", if there are any.
         """
-        tower = self.tower
-        vectors, (query, item), of_hindexer = self.towers(rows, batch)
-        examples = _examples(batch)
-        asked = item, examples
-        if (count := tower.config.loss.resample) and batch.noise:
-            asked = resampled(*vectors, item, examples, count, batch.noise)
-        losses = {"similarity": self._loss(tower.similarity, query, *asked, batch)}
+        tower, examples = self.tower, _examples(batch)
+        count = tower.config.loss.resample if batch.noise else 0
+        few = count > 0 and len(examples.target_T) + count * len(examples.negatives_GN) < len(batch.id_V)
+        (queries, items), (query, item), of_hindexer = self.towers(rows, batch, few)
+        asked = examples
+        if count and batch.noise:
+            place_S, asked = resampled(queries.vector_RD, items.vector_RD, examples, count, batch.noise)
+            if not item:
+                item = tower.similarity.item_side(items.take(place_S), batch.id_V[place_S], batch.noise)
+            else:
+                item = tuple(part.index_select(0, place_S) for part in item)
+        losses = {"similarity": self._loss(tower.similarity, query, item, asked, batch)}
         losses["loss"] = losses["similarity"]
         if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):
-            gates_TM = tower.similarity.target_gates(query, item, examples, batch.noise)
+            gates_TM = tower.similarity.target_gates(query, item, asked, batch.noise)
             losses["mutual_information"] = mutual_information(
                 gates_TM, batch.total_targets, self.sum_over_ranks, batch.weight_Q
             )
@@ -67,24 +72,20 @@ class SampledLosses(nn.Module):
         return losses
 
     def towers(
-        self, rows: Mapping[str, Tensor], batch: Batch
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Side, Side], tuple[Side, Side] | None]:
-        """The vectors of queries and items, and their sides for the similarity, and for the h-indexer if there is
-        one."""
+        self, rows: Mapping[str, Tensor], batch: Batch, few: bool
+    ) -> tuple[tuple[Embedded, Embedded], tuple[Side, Side], tuple[Side, Side] | None]:
+        """Queries and items, and their sides for the similarity, and for the h-indexer if there is one. Where the
+        similarity's loss asks for `few` items, their side is left out: it is that of these alone."""
         tower = self.tower
-        query, item = tower.at_positions(rows, batch)
-        vectors, sides = (query.vector_RD, item.vector_RD), self._sides(tower.similarity, query, item, batch)
+        query, item = both = tower.at_positions(rows, batch)
+        of_query = tower.similarity.query_side(query, batch.row_Q, batch.noise)
+        sides = of_query, () if few else tower.similarity.item_side(item, batch.id_V, batch.noise)
         if tower.hindexer is None:
-            return vectors, sides, None
+            return both, sides, None
         if tower.config.hindexer.detach:
             query, item = query.detach(), item.detach()
-        return vectors, sides, self._sides(tower.hindexer, query, item, batch)
-
-    def _sides(self, stage: Similarity, query: Embedded, item: Embedded, batch: Batch) -> tuple[Side, Side]:
-        return (
-            stage.query_side(query, batch.row_Q, batch.noise),
-            stage.item_side(item, batch.id_V, batch.noise),
-        )
+        of_query = tower.hindexer.query_side(query, batch.row_Q, batch.noise)
+        return both, sides, (of_query, tower.hindexer.item_side(item, batch.id_V, batch.noise))
 
     def _loss(self, stage: Similarity, query: Side, item: Side, examples: Examples, batch: Batch) -> Tensor:
         config = self.tower.config.loss

@@ -1,7 +1,7 @@
 """Fewer negatives for a similarity that is slow: of those of each group, some are drawn by a dot product.
 
 Axes: T positions, G groups of consecutive positions, N shared negatives of a group, n of these that are drawn, P
-positions of a group that are asked, V unique items of the batch, D width.
+positions of a group that are asked, V unique items of the batch, S items of the loss, D width.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .losses.blockwise import Examples, Side
+from .losses.blockwise import Examples
 from .noise import Noise, derive_key
 from .similarity.dot import l2_normalize
 from .transfer import on_device
@@ -24,9 +24,10 @@ _GOLDEN = 0x9E3779B1
 
 
 def resampled(
-    query_TD: Tensor, item_VD: Tensor, item: Side, examples: Examples, count: int, noise: Noise
-) -> tuple[Side, Examples]:
-    """The item's side and the examples with `count` of each group's negatives instead of all, for sampled softmax.
+    query_TD: Tensor, item_VD: Tensor, examples: Examples, count: int, noise: Noise
+) -> tuple[Tensor, Examples]:
+    """The examples with `count` of each group's negatives instead of all, for sampled softmax, and the places among the
+    V items of theirs [S]: the targets', and those of each group's negatives.
 
     A negative x is drawn with a probability q(x) in proportion to the mean over the group's positions of the softmax of
     cos(query, x) / TEMPERATURE over its negatives, and a uniform share. Its score is lowered by log(n q(x)), so that
@@ -40,7 +41,7 @@ def resampled(
     target_T, negative_GN, V = examples.target_T, examples.negatives_GN, len(item_VD)
     (G, N), T, device = negative_GN.shape, len(target_T), target_T.device
     if T == 0:
-        return item, examples
+        return target_T, examples
     with torch.no_grad():
         bound_G = on_device(torch.tensor(examples.bounds), device)
         start_G, length_G = bound_G[:-1], bound_G.diff()
@@ -66,7 +67,8 @@ def resampled(
             log_q_V = log_q_Gn.new_zeros(V)
         else:
             log_q_Gn = log_q_Gn + log_q_V[negative_Gn]
-    # The same item weighs differently in each group.
-    item = tuple(torch.cat([side, side.index_select(0, negative_Gn.flatten())]) for side in item)
-    own_Gn = V + torch.arange(G * count, device=device).view(G, count)
-    return item, replace(examples, negatives_GN=own_Gn, log_q_V=torch.cat([log_q_V, log_q_Gn.flatten()]))
+        # The same item weighs differently in each group.
+        place_S = torch.cat([target_T, negative_Gn.flatten()])
+        log_q_S = torch.cat([log_q_V[target_T], log_q_Gn.flatten()])
+        own_S = torch.arange(len(place_S), device=device)
+    return place_S, replace(examples, target_T=own_S[:T], negatives_GN=own_S[T:].view(G, count), log_q_V=log_q_S)

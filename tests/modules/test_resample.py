@@ -31,12 +31,13 @@ def test_the_sum_over_what_is_drawn_is_that_over_all_in_the_mean(corrected: bool
     lowered_TV = score_TV if given.log_q_V is None else score_TV - given.log_q_V
     sum_RT, all_T = torch.zeros(times, T), torch.zeros(T)
     for key in range(times):
-        # An item's side says which item it is.
-        (side,), drawn = resampled(query_TD, item_VD, (torch.arange(V),), given, COUNT, Noise(key))
+        place_S, drawn = resampled(query_TD, item_VD, given, COUNT, Noise(key))
         assert drawn.log_q_V is not None and drawn.negatives_GN.shape == (len(BOUNDS) - 1, COUNT)
-        assert drawn.log_q_V[:V].equal(torch.zeros(V) if given.log_q_V is None else given.log_q_V)
+        assert place_S[drawn.target_T].equal(given.target_T)
+        log_q_V = torch.zeros(V) if given.log_q_V is None else given.log_q_V
+        assert drawn.log_q_V[drawn.target_T].equal(log_q_V[given.target_T])
         for (start, end), negative_n in zip(pairwise(BOUNDS), drawn.negatives_GN, strict=True):
-            sum_RT[key, start:end] = (score_TV[start:end, side[negative_n]] - drawn.log_q_V[negative_n]).exp().sum(1)
+            sum_RT[key, start:end] = (score_TV[start:end, place_S[negative_n]] - drawn.log_q_V[negative_n]).exp().sum(1)
     for (start, end), negative_N in zip(pairwise(BOUNDS), given.negatives_GN, strict=True):
         others_N = negative_N[~torch.isin(negative_N, given.target_T[start:end])]
         all_T[start:end] = lowered_TV[start:end, others_N].exp().sum(1)
@@ -48,10 +49,10 @@ def test_no_target_of_the_group_is_drawn_and_likely_items_more_often() -> None:
     query_TD, item_VD, given = examples()
     drawn_V, uniform_V = torch.zeros(V), torch.zeros(V)
     for key in range(200):
-        (side,), drawn = resampled(query_TD, item_VD, (torch.arange(V),), given, COUNT, Noise(key))
+        place_S, drawn = resampled(query_TD, item_VD, given, COUNT, Noise(key))
         for start, end, negative_n in zip(BOUNDS, BOUNDS[1:], drawn.negatives_GN, strict=False):
-            assert not torch.isin(side[negative_n], given.target_T[start:end]).any()
-        drawn_V += side[drawn.negatives_GN[1]].bincount(minlength=V)
+            assert not torch.isin(place_S[negative_n], given.target_T[start:end]).any()
+        drawn_V += place_S[drawn.negatives_GN[1]].bincount(minlength=V)
     uniform_V += given.negatives_GN[1].bincount(minlength=V)
     cosine_V = torch.nn.functional.cosine_similarity(query_TD[12:13], item_VD)
     cosine_V[given.target_T[12]] = -1
@@ -62,24 +63,15 @@ def test_no_target_of_the_group_is_drawn_and_likely_items_more_often() -> None:
 def test_where_all_negatives_are_targets_they_are_drawn_all_the_same() -> None:
     query_TD, item_VD, given = examples()
     given = replace(given, negatives_GN=given.target_T[12].expand(3, N).contiguous())
-    (side,), drawn = resampled(query_TD, item_VD, (item_VD,), given, COUNT, Noise(0))
-    assert side[drawn.negatives_GN].isfinite().all() and drawn.log_q_V is not None and drawn.log_q_V.isfinite().all()
+    place_S, drawn = resampled(query_TD, item_VD, given, COUNT, Noise(0))
+    assert (place_S[drawn.negatives_GN] == given.target_T[12]).all()
+    assert drawn.log_q_V is not None and drawn.log_q_V.isfinite().all()
 
 
 def test_a_rank_without_positions_draws_nothing() -> None:
     empty = Examples(torch.arange(0), torch.arange(0), [0], torch.zeros(0, N, dtype=torch.int64))
-    side = (torch.ones(V, 2),)
-    assert resampled(torch.empty(0, D), torch.ones(V, D), side, empty, COUNT, Noise(0)) == (side, empty)
-
-
-def test_gradients_reach_the_items_that_are_drawn_alone() -> None:
-    query_TD, item_VD, given = examples()
-    query_TD.requires_grad_()
-    side_V = torch.zeros(V, requires_grad=True)
-    (side,), drawn = resampled(query_TD, item_VD, (side_V,), given, COUNT, Noise(0))
-    side[drawn.negatives_GN].sum().backward()
-    assert side_V.grad is not None and query_TD.grad is None
-    assert side_V.grad.sum() == drawn.negatives_GN.numel() and not side_V.grad[given.target_T[12]]
+    place_S, drawn = resampled(torch.empty(0, D), torch.ones(V, D), empty, COUNT, Noise(0))
+    assert not len(place_S) and drawn is empty
 
 
 def test_what_a_resampled_loss_takes() -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from logitmix.modules.config import (
     DeepFMConfig,
     DotConfig,
     HIndexerConfig,
+    LossConfig,
     MLPConfig,
     ModelConfig,
     MoLConfig,
@@ -161,6 +162,29 @@ def test_a_detached_h_indexer_trains_its_projections_alone(similarity: str) -> N
     for name, gradient in (alone | own).items():
         assert torch.equal(found[name], gradient), name
     assert not torch.equal(together["table"], alone["table"])
+
+
+@pytest.mark.parametrize("similarity", ["mol", "mol, information"])
+def test_a_resampled_loss_projects_its_own_items_where_they_are_fewer(
+    similarity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then has the value and gradients of one that projects all items of the batch."""
+    options = replace(config(similarity), loss=LossConfig(negatives=30, share="sequence", resample=2))
+    tower, batch = tower_of(options), batches(options).at(0)
+    sizes, of_item = [], tower.similarity.item
+
+    def projected(item_ND: Tensor, *of: Any) -> Any:
+        sizes.append(len(item_ND))
+        return of_item(item_ND, *of)
+
+    monkeypatch.setattr(tower.similarity, "item", projected)
+    found, gradients = run(tower, batch)
+    towers = SampledLosses.towers
+    monkeypatch.setattr(SampledLosses, "towers", lambda losses, *of: towers(losses, *of[:-1], False))
+    should, of_all = run(tower, batch)
+    assert sizes == [len(batch.target_T) + 2 * (len(batch.bounds) - 1), len(batch.id_V)] and sizes[0] < sizes[1]
+    torch.testing.assert_close(found, should, rtol=16 * EPS, atol=0)
+    torch.testing.assert_close(gradients, of_all, rtol=1e-4, atol=64 * EPS)
 
 
 SHARED = [

@@ -19,6 +19,8 @@ MOL_EPOCHS = 5
 """Of auto-mol's MoL, unless these are fewer than STEPS."""
 ONE_STAGE = 20_000
 """Most items that auto-mol scores without an h-indexer, and with which `auto` takes it."""
+LONGEST = 200
+"""Positions of a history that a model sees at most; half as many with up to 50 actions a user, a quarter with 25."""
 POSITIONS = 4000
 """Positions of a batch, about; fewer with short histories, because a batch has BATCH_SIZES users."""
 BATCH_SIZES = (16, 128)
@@ -72,7 +74,7 @@ def sized(description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) ->
     """What follows from the content of a dataset.json and those of GIVEN that are `given`, and from nothing else."""
     users, actions = (max(1, description[name]) for name in ("users", "actions"))
     items, mean = _items(description, given), actions / users
-    longest = 50 if mean <= 25 else 100 if mean <= 50 else 200
+    longest = 50 if mean <= 25 else 100 if mean <= 50 else LONGEST
     # Two actions are held out, and of the others all but the last are inputs.
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
@@ -187,6 +189,8 @@ def _of_mol(found: Sized, items: int) -> dict[str, tuple[Any, str]]:
     epochs = max(MOL_EPOCHS, found["evaluate.every_epochs"][0])
     settings["train.epochs"] = (epochs, f"{STEPS:,} steps or more")
     settings["evaluate.every_epochs"] = (epochs // MOL_EPOCHS, "about five evaluations")
+    if found[LENGTH][0] < LONGEST:
+        settings["model.loss.share"] = ("group", "most histories are shorter than a group of positions")
     if found.keys() >= WITH_EXPLICIT.keys():
         settings |= WITH_EXPLICIT | {"model.loss.resample": (0, "it would leave some of data.negatives out")}
     if items > ONE_STAGE:

@@ -177,6 +177,10 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
     assert "start." not in settled(elsewhere, load_sized("auto-mol", str(clicks))[1])[1]
     cli.main(["train", "auto-mol", "--data.path", str(clicks), "--no-start"])
     assert to_train == [replace(config, start={})]
+    # 20 actions a user; from 50 on, its negatives are shared by a sequence.
+    assert config.model.loss.share == "group" and "loss.share group (most" in said
+    (clicks / "dataset.json").write_text(json.dumps(described(1000, 500, 51_000)))
+    assert load_sized("auto-mol", str(clicks))[0].model.loss.share == "sequence"
     # Where items are many, it has an h-indexer.
     (clicks / "dataset.json").write_text(json.dumps(described(1000, 20_001, 20_000)))
     weights = {
