@@ -18,7 +18,7 @@ OF_START = ("model.loss.negatives", "model.loss.share", "train.epochs", "evaluat
 MOL_EPOCHS = 5
 """Of auto-mol's MoL, unless these are fewer than STEPS."""
 ONE_STAGE = 20_000
-"""Most items that auto-mol scores without an h-indexer, and with which `auto` takes it."""
+"""Most items that auto-mol scores without an h-indexer."""
 LONGEST = 200
 """Positions of a history that a model sees at most; half as many with up to 50 actions a user, a quarter with 25."""
 POSITIONS = 4000
@@ -34,11 +34,10 @@ HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 """Fewest actions, in all and of a user on average, with which HSTU learns faster than SASRec; fewer were not seen to
 suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
-BATCH, EPOCHS, SIMILARITY = "train.batch_size", "train.epochs", "model.similarity.kind"
-EXPLICIT, MOST_ITEMS = "data.negatives", "data.items"
-GIVEN = (KIND, LENGTH, STRIDE, BATCH, MINUTES, EPOCHS, SIMILARITY, EXPLICIT, MOST_ITEMS)
+BATCH, EXPLICIT, MOST_ITEMS = "train.batch_size", "data.negatives", "data.items"
+GIVEN = (KIND, LENGTH, STRIDE, BATCH, MINUTES, EXPLICIT, MOST_ITEMS)
 """Settings of the user that others follow."""
-MOL = {SIMILARITY: ("mol", "trained after the dot product: ahead of more of that where HSTU is deep and items are few")}
+MOL_PAYS = {"model.similarity.kind": ("dot", "the recipe auto-mol goes on with MoL, which was ahead on such data")}
 WITH_EXPLICIT = {
     "model.loss.negatives": (128, "those of data.negatives replace up to half"),
     "model.loss.share": ("group", "a target that has such ones shares none"),
@@ -161,10 +160,11 @@ def _load(name: str, data_path: str, given: Mapping[str, Any]) -> tuple[Config, 
     try:
         description = _description(place)
         found, items = sized(description, given), _items(description, given)
-        if name == AUTO and _mol_pays(found, items, given):
-            recipe, found = load_recipe(AUTO_MOL), MOL | _of_mol(found, items)
-        elif name == AUTO_MOL:
+        if name == AUTO_MOL:
             found = _of_mol(found, items)
+        elif STRIDE in found and items <= ONE_STAGE:
+            # benchmarks/notes/mol-and-dot-product.md
+            found = {**found, **MOL_PAYS}
     except (ValueError, KeyError, TypeError, OverflowError):
         return recipe, {}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
@@ -174,12 +174,6 @@ def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:
     """Of the run, at least 1."""
     items: int = max(1, description["items"])
     return min(items, int(given.get(MOST_ITEMS, 0)) or items)
-
-
-def _mol_pays(found: Sized, items: int, given: Mapping[str, Any]) -> bool:
-    """Whether MoL was ahead on such data (benchmarks/notes/mol-and-dot-product.md), and nothing else is given: a limit
-    of training that the dot product has to itself, another similarity, or negatives that MoL could not draw."""
-    return STRIDE in found and items <= ONE_STAGE and not given.keys() & {SIMILARITY, EPOCHS, MINUTES, EXPLICIT}
 
 
 def _of_mol(found: Sized, items: int) -> dict[str, tuple[Any, str]]:

@@ -220,7 +220,7 @@ def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[C
     assert "train.stride" not in sized(described(2_667, 3_000, 400_000))
     (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
     others = (["--model.encoder.max-length", "50"], ["--model.encoder.max_length=50"], ["--model.encoder.kind=sasrec"])
-    for words in (["--model.similarity.kind", "dot"], *others, ["--train.stride", "100"]):
+    for words in ([], *others, ["--train.stride", "100"]):
         cli.main(["train", "auto", "--data.path", str(clicks), *words])
     api.train("auto", "run", {"data.path": str(clicks), "model.encoder.max_length": 50})
     assert [of.train.stride for of in to_train] == [200, 0, 0, 0, 100, 0]
@@ -228,20 +228,21 @@ def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[C
     assert [of.train.epochs for of in to_train] == [102, 179, 179, 179, 179, 179]
 
 
-def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(clicks)
-    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 20_000, 400_000)))
-    cli.main(["train", "auto", "--data.path", path])
-    assert "sized: similarity.kind mol (trained after the dot product: " in capsys.readouterr().err
-    api.train("auto", "run", {"data.path": path})
-    cli.main(["train", "auto-mol", "--data.path", path])
-    assert to_train[0] == to_train[1] == to_train[2] and to_train[0].first is not None
-    others = ("--train.minutes 30", "--train.epochs 3", "--train.stride 0", "--data.negatives shown")
-    for words in (*others, "--model.similarity.kind dot"):
-        cli.main(["train", "auto", "--data.path", path, *words.split()])
-    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 20_001, 400_000)))
-    cli.main(["train", "auto", "--data.path", path])
-    assert [(of.model.similarity.kind, of.first) for of in to_train[3:]] == [("dot", None)] * 6
+def test_auto_says_where_mol_pays(clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
+    words, hint = (
+        ["train", "auto", "--data.path", str(clicks)],
+        "similarity.kind dot (the recipe auto-mol goes on with MoL",
+    )
+    for items, given, said in (
+        (20_000, [], True),
+        (20_001, [], False),
+        (20_000, ["--train.stride", "100"], False),
+        (20_000, ["--model.similarity.kind", "mol"], False),
+    ):
+        (clicks / "dataset.json").write_text(json.dumps(described(2_666, items, 400_000)))
+        cli.main([*words, *given])
+        assert (hint in " ".join(capsys.readouterr().err.split())) == said
+    assert [of.model.similarity.kind for of in to_train] == ["dot", "dot", "dot", "mol"]
 
 
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
