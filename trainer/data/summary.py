@@ -21,8 +21,9 @@ _OF_KINDS = re.compile("event|action|behaviou?r|type|kind", re.IGNORECASE)
 _KINDS = 20
 """Most values of it."""
 _DAY = 86_400
-_1980 = 315_532_800
 """Seconds by which clocks and time zones may differ."""
+_1980 = 315_532_800
+"""Seconds of its beginning: earlier times are often in another unit."""
 
 
 def summarize(description: Mapping[str, Any], directory: Path) -> str:
