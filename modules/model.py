@@ -1,6 +1,6 @@
 """RetrievalModel: the tables and the towers; SampledLosses: the losses of the towers.
 
-Axes: T valid positions of a batch, packed, V unique items of a batch, D encoder width.
+Axes: T valid positions of a batch, packed, V unique items of a batch, S items of a resampled loss, D encoder width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,16 +48,17 @@ class SampledLosses(nn.Module):
         "mutual_information", if there are any.
         """
         tower, examples = self.tower, _examples(batch)
-        count = tower.config.loss.resample if batch.noise else 0
-        few = count > 0 and len(examples.target_T) + count * len(examples.negatives_GN) < len(batch.id_V)
+        count, noise = tower.config.loss.resample, batch.noise
+        S = len(examples.target_T) + count * len(examples.negatives_GN)
+        few = noise is not None and count > 0 and len(batch.id_V) > S
         (queries, items), (query, item), of_hindexer = self.towers(rows, batch, few)
         asked = examples
-        if count and batch.noise:
-            place_S, asked = resampled(queries.vector_RD, items.vector_RD, examples, count, batch.noise)
-            if not item:
-                item = tower.similarity.item_side(items.take(place_S), batch.id_V[place_S], batch.noise)
-            else:
+        if noise is not None and count > 0:
+            place_S, asked = resampled(queries.vector_RD, items.vector_RD, examples, count, noise)
+            if item:
                 item = tuple(part.index_select(0, place_S) for part in item)
+            else:
+                item = tower.similarity.item_side(items.take(place_S), batch.id_V[place_S], noise)
         losses = {"similarity": self._loss(tower.similarity, query, item, asked, batch)}
         losses["loss"] = losses["similarity"]
         if isinstance(tower.similarity, MoL) and (weight := tower.similarity.config.mutual_information):

@@ -161,7 +161,7 @@ def _load(name: str, data_path: str, given: Mapping[str, Any]) -> tuple[Config, 
         description = _description(place)
         found, items = sized(description, given), _items(description, given)
         if name == AUTO_MOL:
-            found = _of_mol(found, items)
+            found = _of_mol(found, items, given)
         elif STRIDE in found and items <= ONE_STAGE:
             # benchmarks/notes/mol-and-dot-product.md
             found = {**found, **MOL_PAYS}
@@ -176,7 +176,7 @@ def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:
     return min(items, int(given.get(MOST_ITEMS, 0)) or items)
 
 
-def _of_mol(found: Sized, items: int) -> dict[str, tuple[Any, str]]:
+def _of_mol(found: Sized, items: int, given: Mapping[str, Any]) -> Sized:
     """Those of `auto` as those of auto-mol, which trains it first."""
     settings = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
     # `auto` is evaluated every STEPS.
@@ -185,7 +185,7 @@ def _of_mol(found: Sized, items: int) -> dict[str, tuple[Any, str]]:
     settings["evaluate.every_epochs"] = (epochs // MOL_EPOCHS, "about five evaluations")
     if found[LENGTH][0] < LONGEST:
         settings["model.loss.share"] = ("group", "most histories are shorter than a group of positions")
-    if found.keys() >= WITH_EXPLICIT.keys():
+    if given.get(EXPLICIT):
         settings |= WITH_EXPLICIT | {"model.loss.resample": (0, "it would leave some of data.negatives out")}
     if items > ONE_STAGE:
         settings["model.hindexer.weight"] = (0.3, f"finds those of {items:,} items that MoL scores")
