@@ -77,7 +77,8 @@ def train(
     settings = {} if settings is None else settings
     require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
     _require_whole(scale=scale)
-    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, settings)
+    runs = [str(run), str(settings.get("warm_start", ""))]
+    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, settings, runs)
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         say(sizes)

@@ -9,7 +9,7 @@ import tyro
 from logitmix.common.storage import path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, ProcessesOption, ThreadsOption, importing
-from logitmix.trainer.commands.sizing import AUTO, load_sized
+from logitmix.trainer.commands.sizing import AUTO, DOT, load_sized
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import DataConfig, EvaluateConfig, changed, flatten
 
@@ -55,7 +55,7 @@ def _with_settings(words: list[str]) -> tuple[Arguments, dict[str, Any]]:
     """The arguments, and the settings of data and evaluate that the words give."""
     dataset = parse(Arguments, "compare", words).dataset
     # Now that the dataset is known, so are the values of what is not given.
-    sized, _ = load_sized(AUTO, dataset)
+    sized, _ = load_sized(AUTO, dataset, given=DOT)
     default = Arguments(
         dataset,
         minutes=tyro.MISSING,

@@ -35,7 +35,7 @@ from logitmix.common.mappings import counted, require
 from logitmix.common.messages import say, shown
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
-from logitmix.trainer.commands.sizing import AUTO, EXPLICIT, load_sized, settled
+from logitmix.trainer.commands.sizing import AUTO, DOT, EXPLICIT, load_sized, settled
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import Split, require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -207,7 +207,7 @@ def config_of(
     if settings.get(EXPLICIT):
         # What is sized has a loss that takes them.
         learned = {of: value for of, value in learned.items() if not of.startswith("model.loss.")}
-    config, found = load_sized(AUTO, path, given=learned | dict(settings))
+    config, found = load_sized(AUTO, path, given=DOT | learned | dict(settings))
     users = config.evaluate.users or dataset.num_users
     # All methods are ranked for the same users, so for no more than the simple ones can be.
     most = max(1, MOST_SCORES // dataset.num_items)

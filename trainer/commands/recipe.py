@@ -4,12 +4,13 @@ import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from logitmix.common.mappings import class_of_kind, nearest
-from logitmix.trainer.commands.flags import last_value, take
+from logitmix.trainer.commands.flags import flags_of, last_value, take
 from logitmix.trainer.commands.recipe_help import show_help
-from logitmix.trainer.commands.sizing import GIVEN, load_sized, settled
+from logitmix.trainer.commands.sizing import load_sized, settled
 from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import (
     KINDS,
@@ -39,11 +40,13 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
     others, help_asked = take(words[1:], ("-h", "--help").__contains__)
     scale = last_value(others, "--scale")
     # The parser refuses what is no number.
+    run = last_value(others, "--run") or f"runs/{Path(words[0]).stem}"
     recipe, found = load_sized(
         words[0],
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
-        {name: value for name in GIVEN if (value := last_value(others, f"--{name}"))},
+        {flag[2:].replace("-", "_"): last_value(others, flag) for flag in flags_of(others)},
+        [run if command == "train" else "", last_value(others, "--warm-start")],
     )
     others, first = take_start_words(others)
     if NO_START in others:

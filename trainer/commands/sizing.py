@@ -3,14 +3,14 @@ torch."""
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from logitmix.common.files import from_json
 from logitmix.common.mappings import require_from
-from logitmix.common.storage import fetch, path_of
-from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
+from logitmix.common.storage import fetch, fetch_run, path_of
+from logitmix.trainer.config import Config, flatten, load_recipe, load_toml, with_settings
 
 AUTO, AUTO_MOL = "auto", "auto-mol"
 OF_START = ("model.loss.negatives", "model.loss.share", "train.epochs", "evaluate.every_epochs")
@@ -18,7 +18,7 @@ OF_START = ("model.loss.negatives", "model.loss.share", "train.epochs", "evaluat
 MOL_EPOCHS = 5
 """Of auto-mol's MoL, unless these are fewer than STEPS."""
 ONE_STAGE = 20_000
-"""Most items that auto-mol scores without an h-indexer."""
+"""Most items that auto-mol scores without an h-indexer, and with which `auto` takes it."""
 LONGEST = 200
 """Positions of a history that a model sees at most; half as many with up to 50 actions a user, a quarter with 25."""
 POSITIONS = 4000
@@ -35,9 +35,17 @@ HSTU_ACTIONS, HSTU_MEAN = 400_000, 150
 suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
 BATCH, EXPLICIT, MOST_ITEMS = "train.batch_size", "data.negatives", "data.items"
-GIVEN = (KIND, LENGTH, STRIDE, BATCH, MINUTES, EXPLICIT, MOST_ITEMS)
-"""Settings of the user that others follow."""
-MOL_PAYS = {"model.similarity.kind": ("dot", "the recipe auto-mol goes on with MoL, which was ahead on such data")}
+ENCODER, SIMILARITY = "model.encoder.", "model.similarity."
+AS_BEFORE = "as in the run that goes on"
+DOT = {f"{SIMILARITY}kind": "dot"}
+MOL_MINUTES = 20
+"""Fewest train.minutes with which `auto` takes MoL."""
+OF_ONE = (
+    *(SIMILARITY, "model.loss.", "model.hindexer.", "tables.", "dense."),
+    *("model.encoder.blocks", "train.epochs", "train.schedule", "no_start"),
+)
+"""Settings, or how their names begin, with which `auto` takes no MoL: the two trainings differ in them, or fewer blocks
+were level."""
 WITH_EXPLICIT = {
     "model.loss.negatives": (128, "those of data.negatives replace up to half"),
     "model.loss.share": ("group", "a target that has such ones shares none"),
@@ -69,15 +77,19 @@ Sized = Mapping[str, tuple[Any, str]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def sized(description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) -> Sized:
-    """What follows from the content of a dataset.json and those of GIVEN that are `given`, and from nothing else."""
+def sized(
+    description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, before: Mapping[str, Any] = NOTHING
+) -> Sized:
+    """What follows from the content of a dataset.json, from the settings that are `given`, and from those that a run
+    had `before`, if the run to be trained goes on from it: its encoder stays."""
     users, actions = (max(1, description[name]) for name in ("users", "actions"))
     items, mean = _items(description, given), actions / users
-    longest = 50 if mean <= 25 else 100 if mean <= 50 else LONGEST
+    longest = before.get(LENGTH, 50 if mean <= 25 else 100 if mean <= 50 else LONGEST)
     # Two actions are held out, and of the others all but the last are inputs.
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
-    hstu = actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and given.get(KIND, "hstu") == "hstu"
+    long = actions >= HSTU_ACTIONS and mean >= HSTU_MEAN
+    hstu = (before.get(KIND) == "hstu" if before else long) and given.get(KIND, "hstu") == "hstu"
     windows = hstu and not given.keys() & {LENGTH, STRIDE}
     own = max(1, int(given.get(BATCH, batch)))
     steps = -(-users // own)
@@ -103,6 +115,8 @@ def sized(description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) ->
         settings[STRIDE] = (longest, "longer histories are trained on in windows, so that no action is left out")
     if items <= AVERAGED:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
+    if before and given.get(KIND, before[KIND]) == before[KIND]:
+        settings |= {name: (of, AS_BEFORE) for name, of in before.items() if name.startswith(ENCODER)}
     if users > RANKED:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
     if known:
@@ -115,13 +129,19 @@ def sized(description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING) ->
 
 
 def load_sized(
-    name: str, data_path: str = "", scale: int = 1, given: Mapping[str, Any] = NOTHING
+    name: str,
+    data_path: str = "",
+    scale: int = 1,
+    given: Mapping[str, Any] = NOTHING,
+    runs: Sequence[str] = (),
 ) -> tuple[Config, Sized]:
     """A recipe from `load_recipe`, with the dataset's settings if it is sized, and these settings; for `scale` times
-    the batch, and with those of GIVEN that are `given`. Without a path, the dataset is the recipe's own. If there is no
-    dataset, or what is given is no number, nothing is sized, and reading it raises the error later."""
+    the batch, and with the settings that are `given`. Without a path, the dataset is the recipe's own. `runs` are the
+    run that may be resumed and the one that it may start from: the first that has been trained keeps its encoder, and
+    MoL if it has it. If there is no dataset, or what is given is no number, nothing is sized, and reading it raises the
+    error later."""
     require_from(1, 2**16, "--scale", scale)
-    recipe, found = _load(name, data_path, given)
+    recipe, found = _load(name, data_path, given, runs)
     if scale == 1:
         return recipe, found
     settings = scaled(recipe, scale)
@@ -150,24 +170,60 @@ def scaled(config: Config, scale: int) -> Sized:
     return settings
 
 
-def _load(name: str, data_path: str, given: Mapping[str, Any]) -> tuple[Config, Sized]:
+def _load(name: str, data_path: str, given: Mapping[str, Any], runs: Sequence[str]) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name not in (AUTO, AUTO_MOL):
         return recipe, {}
     place = data_path or recipe.data.path
     if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
+    before = _before(runs)
     try:
         description = _description(place)
-        found, items = sized(description, given), _items(description, given)
+        if name == AUTO_MOL:
+            # The dot product has half of them.
+            given = {**given, MINUTES: float(given.get(MINUTES, 0)) / 2}
+        found, items = sized(description, given, before), _items(description, given)
+        if name == AUTO:
+            name, found = _with_choice(found, items, given, before)
+            recipe = load_recipe(name)
         if name == AUTO_MOL:
             found = _of_mol(found, items, given)
-        elif STRIDE in found and items <= ONE_STAGE:
-            # benchmarks/notes/mol-and-dot-product.md
-            found = {**found, **MOL_PAYS}
     except (ValueError, KeyError, TypeError, OverflowError):
-        return recipe, {}
+        return load_recipe(name), {}
+    own = flatten(with_settings(recipe, {KIND: found[KIND][0]} if KIND in found else {}))
+    found = {name: of for name, of in found.items() if name.endswith(".kind") or of != (own.get(name), AS_BEFORE)}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
+
+
+def _before(runs: Sequence[str]) -> Mapping[str, Any]:
+    """The settings of the first of the runs that has been trained, if only in part; none if there is none."""
+    for run in filter(None, runs):
+        path = fetch_run(run)
+        # Until there is a checkpoint, another command may begin the run anew.
+        if any(path.glob("checkpoints/step-*")) or any(path.glob("start/checkpoints/step-*")):
+            config = path / "config.toml"
+            return flatten(load_toml(config.read_text(encoding="utf-8"), str(config))) if config.is_file() else {}
+    return {}
+
+
+def _with_choice(found: Sized, items: int, given: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Sized]:
+    """The recipe that `auto` takes, itself or auto-mol, and what is sized, with the reason of that choice.
+
+    MoL was ahead of more of its dot product in equal time where HSTU is deep and items are few
+    (benchmarks/notes/mol-and-dot-product.md)."""
+    kind, others = f"{SIMILARITY}kind", [name for name in given if name.startswith(OF_ONE)]
+    if before:
+        own = before[kind] == "mol" and not any(name.startswith(SIMILARITY) for name in given)
+        return (AUTO_MOL, {**found, kind: ("mol", AS_BEFORE)}) if own else (AUTO, found)
+    if STRIDE not in found or items > ONE_STAGE or f"{SIMILARITY}kind" in given:
+        return AUTO, found
+    pays = "ahead on such data, after the dot product"
+    if others:
+        return AUTO, {**found, kind: ("dot", f"MoL, {pays}, is left to the recipe auto-mol: {others[0]} is given")}
+    if 0 < float(given.get(MINUTES, 0)) < MOL_MINUTES:
+        return AUTO, {**found, kind: ("dot", f"MoL is {pays}, only with {MOL_MINUTES} minutes or more")}
+    return AUTO_MOL, {**found, kind: ("mol", pays)}
 
 
 def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """What the recipe `auto` makes of a dataset, and what stands above it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,9 +108,11 @@ def test_hstu_is_no_deeper_than_the_minutes_pay(
         assert ("encoder.blocks 2 (8 are ahead only after about three minutes on a core)" in said) == (minutes == "2.9")
     api.train("auto", "run", {"data.path": path, "train.minutes": 2})
     cli.main(["train", "auto-mol", "--data.path", path, "--train.minutes", "2", "--model.encoder.blocks", "4"])
+    for minutes in ("5.9", "6"):  # the dot product has half of them
+        cli.main(["train", "auto-mol", "--data.path", path, "--train.minutes", minutes])
     encoders = [of.model.encoder for of in to_train]
     assert all(isinstance(of, HSTUConfig) for of in encoders)
-    assert [(of.blocks, of.heads) for of in encoders] == [(8, 2), (2, 1), (8, 2), (2, 1), (4, 1)]  # type: ignore[union-attr]
+    assert [(of.blocks, of.heads) for of in encoders] == [(8, 2), (2, 1), (8, 2), (2, 1), (4, 1), (2, 1), (8, 2)]  # type: ignore[union-attr]
     for flag in ("--train.minutes", "--data.items"):
         assert flag in refusal("train", "auto", "--data.path", path, flag, "few")
         with pytest.raises(ValueError, match=flag[2:]):
@@ -225,24 +228,85 @@ def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[C
     api.train("auto", "run", {"data.path": str(clicks), "model.encoder.max_length": 50})
     assert [of.train.stride for of in to_train] == [200, 0, 0, 0, 100, 0]
     # 167 steps of users' last windows, 292 of all.
-    assert [of.train.epochs for of in to_train] == [102, 179, 179, 179, 179, 179]
+    dot_products = [to_train[0].first, *to_train[1:]]
+    assert [of and of.train.epochs for of in dot_products] == [102, 179, 179, 179, 179, 179]
 
 
-def test_auto_says_where_mol_pays(clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
-    words, hint = (
-        ["train", "auto", "--data.path", str(clicks)],
-        "similarity.kind dot (the recipe auto-mol goes on with MoL",
-    )
-    for items, given, said in (
-        (20_000, [], True),
-        (20_001, [], False),
-        (20_000, ["--train.stride", "100"], False),
-        (20_000, ["--model.similarity.kind", "mol"], False),
+def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
+    """On data like that on which it was ahead, with time for it, and where nothing else is given."""
+    words, left = ["train", "auto", "--data.path", str(clicks)], "is left to the recipe auto-mol: {} is given"
+    for items, given, reason in (
+        (20_000, [], "ahead on such data, after the dot product"),
+        (20_000, ["--train.minutes", "20"], "ahead on such data, after the dot product"),
+        (20_000, ["--train.minutes", "19.9"], "only with 20 minutes or more"),
+        (20_000, ["--train.epochs=40"], left.format("train.epochs")),
+        (20_000, ["--tables.item.lr", "0.01"], left.format("tables.item.lr")),
+        (20_000, ["--model.loss.negatives", "4096"], left.format("model.loss.negatives")),
+        (20_000, ["--model.encoder.blocks", "2"], left.format("model.encoder.blocks")),
+        (20_000, ["--no-start"], left.format("no_start")),
+        (20_001, [], ""),
+        (20_000, ["--model.encoder.kind", "sasrec"], ""),
+        (20_000, ["--model.similarity.kind", "dot"], ""),
     ):
         (clicks / "dataset.json").write_text(json.dumps(described(2_666, items, 400_000)))
         cli.main([*words, *given])
-        assert (hint in " ".join(capsys.readouterr().err.split())) == said
-    assert [of.model.similarity.kind for of in to_train] == ["dot", "dot", "dot", "mol"]
+        config = to_train.pop()
+        said = " ".join(capsys.readouterr().err.split())
+        takes = reason.startswith("ahead")
+        assert f"similarity.kind {'mol' if takes else 'dot'} (" in said if reason else "similarity.kind" not in said
+        assert reason in said
+        assert (config.model.similarity.kind, bool(config.first)) == (("mol", True) if takes else ("dot", False))
+        if not given:
+            recipe = "auto-mol" if takes else "auto"
+            assert config == with_settings(load_sized(recipe, str(clicks))[0], {"data.path": str(clicks)})
+
+
+def test_a_run_that_goes_on_keeps_its_model(
+    clicks: Path, tmp_path: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the limits say now, and whatever the dataset has become."""
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000)))
+    large, small = (["train", "auto", "--data.path", str(path)] for path in (clicks, tmp_path / "small"))
+
+    def begun(name: str, *words: str, within: str = ".") -> list[str]:
+        """The words for a run that has been trained."""
+        cli.main([*words, "--run", str(tmp_path / name)])
+        (tmp_path / name / within / "checkpoints" / "step-0000001").mkdir(parents=True)
+        (tmp_path / name / "config.toml").write_text(dump_toml(to_train.pop()))
+        capsys.readouterr()
+        return ["--run", str(tmp_path / name)]
+
+    def models(*words: str) -> tuple[str, str, int, int, bool]:
+        cli.main([*words])
+        model = (config := to_train.pop()).model
+        assert isinstance(model.encoder, HSTUConfig | SASRecConfig)
+        kinds = model.encoder.kind, model.similarity.kind
+        return *kinds, model.encoder.blocks, model.encoder.max_length, bool(config.first and not config.warm_start)
+
+    mol = begun("mol", *large, within="start")
+    assert models(*large, *mol) == models(*large, *mol, "--train.minutes", "2") == ("hstu", "mol", 8, 200, True)
+    assert models(*large, *mol, "--train.epochs", "9") == ("hstu", "mol", 8, 200, True)
+    brief = begun("brief", *large, "--train.minutes", "2")
+    assert models(*large, *brief) == models(*large, *brief, "--train.minutes", "60") == ("hstu", "dot", 2, 200, False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "encoder.kind hstu (as in the run that goes on)" in said and "encoder.times" not in said
+    few = begun("few", *small)
+    assert models(*small, *few) == ("sasrec", "dot", 2, 50, False)
+    for run, dataset, model in (
+        (mol, small, ("hstu", "mol", 8, 200, False)),
+        (brief, large, ("hstu", "dot", 2, 200, False)),
+        (few, large, ("sasrec", "dot", 2, 50, False)),
+    ):
+        for flag in ("--continue", "--warm-start"):
+            assert models(*dataset, flag, run[1], "--run", str(tmp_path / "new")) == model
+    api.train("auto", tmp_path / "mol", {"data.path": str(clicks), "train.minutes": 2})
+    api.train("auto", tmp_path / "new", {"data.path": str(clicks), "warm_start": few[1]})
+    assert [of.model.similarity.kind for of in to_train] == ["mol", "dot"]
+    # A run without a checkpoint may begin anew, as anything.
+    shutil.rmtree(tmp_path / "brief" / "checkpoints")
+    assert models(*large, *brief) == ("hstu", "mol", 8, 200, True)
 
 
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:
