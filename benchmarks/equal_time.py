@@ -49,6 +49,7 @@ DATASETS = {
     "half": Dataset("MovieLens-1M, half, times", 14, 4, {"model.encoder.times": True}),
     "ml-100k": Dataset("MovieLens-100K", 20, 8),
     "interests": Dataset("disjoint interests", 60, 16),
+    "demo-features": Dataset("20 features", 30, 15, {"model.encoder.kind": "pooled", "model.features": ("all",)}),
 }
 ARMS = {"start": "0.6", "dot": "tab:blue", "mol": "tab:orange"}
 """With their colors."""
