@@ -77,8 +77,7 @@ def train(
     settings = {} if settings is None else settings
     require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
     _require_whole(scale=scale)
-    runs = [str(run), str(settings.get("warm_start", ""))]
-    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, settings, runs)
+    config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, settings, str(run))
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
         say(sizes)

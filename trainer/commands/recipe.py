@@ -41,12 +41,13 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
     scale = last_value(others, "--scale")
     # The parser refuses what is no number.
     run = last_value(others, "--run") or f"runs/{Path(words[0]).stem}"
+    resumes = command == "train" and not help_asked
     recipe, found = load_sized(
         words[0],
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
         {flag[2:].replace("-", "_"): last_value(others, flag) for flag in flags_of(others)},
-        [run if command == "train" else "", last_value(others, "--warm-start")],
+        run if resumes else "",
     )
     others, first = take_start_words(others)
     if NO_START in others:

@@ -3,14 +3,14 @@ torch."""
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from logitmix.common.files import from_json
 from logitmix.common.mappings import require_from
 from logitmix.common.storage import fetch, fetch_run, path_of
-from logitmix.trainer.config import Config, flatten, load_recipe, load_toml, with_settings
+from logitmix.trainer.config import Config, flatten, load_recipe, with_settings
 
 AUTO, AUTO_MOL = "auto", "auto-mol"
 OF_START = ("model.loss.negatives", "model.loss.share", "train.epochs", "evaluate.every_epochs")
@@ -36,29 +36,32 @@ suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
 BATCH, EXPLICIT, MOST_ITEMS = "train.batch_size", "data.negatives", "data.items"
 ENCODER, SIMILARITY = "model.encoder.", "model.similarity."
-AS_BEFORE = "as in the run that goes on"
+BLOCKS, HEADS = f"{ENCODER}blocks", f"{ENCODER}heads"
+AS_BEFORE = "as in the run before"
 DOT = {f"{SIMILARITY}kind": "dot"}
 MOL_MINUTES = 20
 """Fewest train.minutes with which `auto` takes MoL."""
 OF_ONE = (
-    *(SIMILARITY, "model.loss.", "model.hindexer.", "tables.", "dense."),
-    *("model.encoder.blocks", "train.epochs", "train.schedule", "no_start"),
+    *(SIMILARITY, "model.loss.", "model.hindexer.", BLOCKS, "tables.", "dense."),
+    *("train.epochs", "train.stop_after_epochs", "train.schedule", "start.", "no_start"),
 )
 """Settings, or how their names begin, with which `auto` takes no MoL: the two trainings differ in them, or fewer blocks
 were level."""
+OF_BOTH = ("sharding", "group_size")
+"""How the names of those end of which that is not true."""
 WITH_EXPLICIT = {
     "model.loss.negatives": (128, "those of data.negatives replace up to half"),
     "model.loss.share": ("group", "a target that has such ones shares none"),
 }
 HSTU = {
     KIND: ("hstu", "ahead of SASRec where so many actions are of long histories"),
-    "model.encoder.blocks": (8, "ahead of 2 after about three minutes on a core"),
-    "model.encoder.heads": (2, "for 8 blocks"),
+    BLOCKS: (8, "ahead of 2 after about three minutes on a core"),
+    HEADS: (2, "for 8 blocks"),
 }
 SHALLOW_MINUTES = 3
 SHALLOW = {
-    "model.encoder.blocks": (2, "8 are ahead only after about three minutes on a core"),
-    "model.encoder.heads": (1, "for 2 blocks"),
+    BLOCKS: (2, "8 are ahead only after about three minutes on a core"),
+    HEADS: (1, "for 2 blocks"),
 }
 """Of HSTU, with fewer train.minutes."""
 EMA = 0.99
@@ -78,19 +81,18 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def sized(
-    description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, before: Mapping[str, Any] = NOTHING
+    description: Mapping[str, Any], given: Mapping[str, Any] = NOTHING, source: Mapping[str, Any] = NOTHING
 ) -> Sized:
-    """What follows from the content of a dataset.json, from the settings that are `given`, and from those that a run
-    had `before`, if the run to be trained goes on from it: its encoder stays."""
+    """What follows from the content of a dataset.json, from the settings that are `given`, and from those of the run,
+    if any, whose weights the run starts from."""
     users, actions = (max(1, description[name]) for name in ("users", "actions"))
     items, mean = _items(description, given), actions / users
-    longest = before.get(LENGTH, 50 if mean <= 25 else 100 if mean <= 50 else LONGEST)
+    longest = source.get(LENGTH, 50 if mean <= 25 else 100 if mean <= 50 else LONGEST)
     # Two actions are held out, and of the others all but the last are inputs.
     batch = min(_power_of_two(POSITIONS / max(1.0, min(mean - 3, longest))), _power_of_two(users / 4))
     batch = max(1, min(max(batch, min(BATCH_SIZES[0], users)), BATCH_SIZES[1]))
-    long = actions >= HSTU_ACTIONS and mean >= HSTU_MEAN
-    hstu = (before.get(KIND) == "hstu" if before else long) and given.get(KIND, "hstu") == "hstu"
-    windows = hstu and not given.keys() & {LENGTH, STRIDE}
+    hstu = not source and actions >= HSTU_ACTIONS and mean >= HSTU_MEAN and given.get(KIND, "hstu") == "hstu"
+    windows = (source["train.stride"] > 0 if source else hstu) and not given.keys() & {LENGTH, STRIDE}
     own = max(1, int(given.get(BATCH, batch)))
     steps = -(-users // own)
     most = -(-(users + actions // longest) // own) if windows else steps
@@ -115,8 +117,6 @@ def sized(
         settings[STRIDE] = (longest, "longer histories are trained on in windows, so that no action is left out")
     if items <= AVERAGED:
         settings["train.ema"] = (EMA, "evaluates and exports a moving average of the weights")
-    if before and given.get(KIND, before[KIND]) == before[KIND]:
-        settings |= {name: (of, AS_BEFORE) for name, of in before.items() if name.startswith(ENCODER)}
     if users > RANKED:
         settings["evaluate.users"] = (RANKED, f"of {users:,}")
     if known:
@@ -133,15 +133,15 @@ def load_sized(
     data_path: str = "",
     scale: int = 1,
     given: Mapping[str, Any] = NOTHING,
-    runs: Sequence[str] = (),
+    run: str = "",
 ) -> tuple[Config, Sized]:
     """A recipe from `load_recipe`, with the dataset's settings if it is sized, and these settings; for `scale` times
-    the batch, and with the settings that are `given`. Without a path, the dataset is the recipe's own. `runs` are the
-    run that may be resumed and the one that it may start from: the first that has been trained keeps its encoder, and
-    MoL if it has it. If there is no dataset, or what is given is no number, nothing is sized, and reading it raises the
-    error later."""
+    the batch, and with the settings that are `given`. Without a path, the dataset is the recipe's own. If `run` has
+    been trained, it keeps MoL or the dot product, and what train.minutes decided when it began; if warm_start is given,
+    the model is that run's. If there is no dataset, or what is given is no number, nothing is sized, and reading it
+    raises the error later."""
     require_from(1, 2**16, "--scale", scale)
-    recipe, found = _load(name, data_path, given, runs)
+    recipe, found = _load(name, data_path, given, run)
     if scale == 1:
         return recipe, found
     settings = scaled(recipe, scale)
@@ -170,25 +170,31 @@ def scaled(config: Config, scale: int) -> Sized:
     return settings
 
 
-def _load(name: str, data_path: str, given: Mapping[str, Any], runs: Sequence[str]) -> tuple[Config, Sized]:
+def _load(name: str, data_path: str, given: Mapping[str, Any], run: str) -> tuple[Config, Sized]:
     recipe = load_recipe(name)
     if name not in (AUTO, AUTO_MOL):
         return recipe, {}
     place = data_path or recipe.data.path
     if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
-    before = _before(runs)
+    resumed, source = _trained(run), NOTHING
+    if given.get("warm_start"):
+        source = _trained(given["warm_start"]) or resumed
     try:
         description = _description(place)
-        if name == AUTO_MOL:
+        if resumed:
+            shows = HEADS if BLOCKS in given else BLOCKS
+            given = {**given, MINUTES: SHALLOW_MINUTES / 2 if resumed.get(shows) == SHALLOW[shows][0] else 0}
+        elif name == AUTO_MOL and not given.keys() & {"warm_start", "no_start"}:
             # The dot product has half of them.
             given = {**given, MINUTES: float(given.get(MINUTES, 0)) / 2}
-        found, items = sized(description, given, before), _items(description, given)
+        found, items = sized(description, given, source), _items(description, given)
         if name == AUTO:
-            name, found = _with_choice(found, items, given, before)
+            name, found = _with_choice(found, items, given, resumed or source)
             recipe = load_recipe(name)
         if name == AUTO_MOL:
             found = _of_mol(found, items, given)
+        found = {**found, **_of_source(source, name, given)}
     except (ValueError, KeyError, TypeError, OverflowError):
         return load_recipe(name), {}
     own = flatten(with_settings(recipe, {KIND: found[KIND][0]} if KIND in found else {}))
@@ -196,15 +202,15 @@ def _load(name: str, data_path: str, given: Mapping[str, Any], runs: Sequence[st
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
 
 
-def _before(runs: Sequence[str]) -> Mapping[str, Any]:
-    """The settings of the first of the runs that has been trained, if only in part; none if there is none."""
-    for run in filter(None, runs):
-        path = fetch_run(run)
-        # Until there is a checkpoint, another command may begin the run anew.
-        if any(path.glob("checkpoints/step-*")) or any(path.glob("start/checkpoints/step-*")):
-            config = path / "config.toml"
-            return flatten(load_toml(config.read_text(encoding="utf-8"), str(config))) if config.is_file() else {}
-    return {}
+def _trained(run: str) -> Mapping[str, Any]:
+    """The settings of a run that has been trained, if only in part; none if there is no such run."""
+    if not run:
+        return NOTHING
+    path = fetch_run(run)
+    # Until there is a checkpoint, another command may begin the run anew.
+    if not (any(path.glob("checkpoints/step-*")) or any(path.glob("start/checkpoints/step-*"))):
+        return NOTHING
+    return flatten(load_recipe(str(path / "config.toml")))
 
 
 def _with_choice(found: Sized, items: int, given: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Sized]:
@@ -212,18 +218,28 @@ def _with_choice(found: Sized, items: int, given: Mapping[str, Any], before: Map
 
     MoL was ahead of more of its dot product in equal time where HSTU is deep and items are few
     (benchmarks/notes/mol-and-dot-product.md)."""
-    kind, others = f"{SIMILARITY}kind", [name for name in given if name.startswith(OF_ONE)]
+    kind = f"{SIMILARITY}kind"
     if before:
         own = before[kind] == "mol" and not any(name.startswith(SIMILARITY) for name in given)
         return (AUTO_MOL, {**found, kind: ("mol", AS_BEFORE)}) if own else (AUTO, found)
-    if STRIDE not in found or items > ONE_STAGE or f"{SIMILARITY}kind" in given:
+    if STRIDE not in found or items > ONE_STAGE or kind in given:
         return AUTO, found
     pays = "ahead on such data, after the dot product"
-    if others:
+    if others := [name for name in given if name.startswith(OF_ONE) and not name.endswith(OF_BOTH)]:
         return AUTO, {**found, kind: ("dot", f"MoL, {pays}, is left to the recipe auto-mol: {others[0]} is given")}
     if 0 < float(given.get(MINUTES, 0)) < MOL_MINUTES:
         return AUTO, {**found, kind: ("dot", f"MoL is {pays}, only with {MOL_MINUTES} minutes or more")}
     return AUTO_MOL, {**found, kind: ("mol", pays)}
+
+
+def _of_source(source: Mapping[str, Any], recipe: str, given: Mapping[str, Any]) -> Sized:
+    """The settings of the model of the run that another one starts from: MoL's if both have it."""
+    if not source or given.get(KIND, source[KIND]) != source[KIND]:
+        return {}
+    kept = ["model.dim", ENCODER]
+    if recipe == AUTO_MOL and source[f"{SIMILARITY}kind"] == "mol":
+        kept += [SIMILARITY, "model.hindexer."]
+    return {name: (value, AS_BEFORE) for name, value in source.items() if name.startswith(tuple(kept))}
 
 
 def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:
@@ -234,7 +250,13 @@ def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:
 
 def _of_mol(found: Sized, items: int, given: Mapping[str, Any]) -> Sized:
     """Those of `auto` as those of auto-mol, which trains it first."""
+    every = "evaluate.every_epochs"
     settings = {f"start.{name}" if name in OF_START else name: of for name, of in found.items()}
+    if every in given:
+        # It is of both.
+        del settings[f"start.{every}"]
+    if "model.dim" in given:
+        settings[f"{SIMILARITY}component_dim"] = (int(given["model.dim"]), "as wide as the embedding")
     # `auto` is evaluated every STEPS.
     epochs = max(MOL_EPOCHS, found["evaluate.every_epochs"][0])
     settings["train.epochs"] = (epochs, f"{STEPS:,} steps or more")

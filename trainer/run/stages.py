@@ -7,7 +7,7 @@ from pathlib import Path
 from logitmix.common.mappings import counted
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.trainer.config import Config, with_settings, with_start
-from logitmix.trainer.run.folder import read_config, refit_path, start_path
+from logitmix.trainer.run.folder import read_config, recorded_dataset, refit_path, start_path
 from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
 from logitmix.trainer.run.results import read_results
 
@@ -26,16 +26,21 @@ def final_run(run: Path) -> Path:
 
 def epochs_of_refit(run: Path) -> float:
     """The epochs after which the run was best on validation. ValueError if it was not evaluated there, and if there is
-    a refit of other epochs."""
-    refit, (_, best) = refit_path(run), evaluations_since_best(run, read_config(run).evaluate.metric)
+    a refit of other epochs, of another model or dataset."""
+    config, refit = read_config(run), refit_path(run)
+    _, best = evaluations_since_best(run, config.evaluate.metric)
     if not best:
         raise ValueError(f"{run} was never evaluated on validation; train it first, with evaluate.every_epochs")
     epochs = float(best["epoch"])
-    if (refit / "config.toml").is_file() and (was := read_config(refit).train.stop_after_epochs) != epochs:
-        raise ValueError(
-            f"{refit} is a refit of {counted(was, 'epoch')}, but {run} is now best after {epochs:g}; remove {refit}, "
-            f"then `logitmix train --refit {run}` trains it anew"
-        )
+    if (refit / "config.toml").is_file():
+        before = read_config(refit)
+        anew = f"remove {refit}, then `logitmix train --refit {run}` trains it anew"
+        if (was := before.train.stop_after_epochs) != epochs:
+            raise ValueError(
+                f"{refit} is a refit of {counted(was, 'epoch')}, but {run} is now best after {epochs:g}; {anew}"
+            )
+        if (before.model, recorded_dataset(refit)) != (config.model, recorded_dataset(run)):
+            raise ValueError(f"{refit} is a refit of what {run} was before, of another model or dataset; {anew}")
     return epochs
 
 

@@ -12,7 +12,7 @@ import pytest
 from logitmix.modules.config import HSTUConfig, MoLConfig, PooledConfig, SASRecConfig
 from logitmix.trainer import api, cli
 from logitmix.trainer.commands.sizing import AUTO, load_sized, settled, sized
-from logitmix.trainer.config import Config, dump_toml, load_recipe, recipe_names, with_settings
+from logitmix.trainer.config import Config, changed, dump_toml, flatten, load_recipe, recipe_names, with_settings
 
 BRAND = {"name": "brand", "owner": "item", "kind": "id", "table": "brand"}
 TITLES = {"name": "title", "owner": "item", "kind": "text", "width": 2, "encoder": "ngrams", "version": "1"}
@@ -191,6 +191,22 @@ def test_auto_mol_trains_auto_first(clicks: Path, to_train: list[Config]) -> Non
     }
     assert [of.model.hindexer.weight for of in weights.values()] == [0.3, 0.0, 0.3]
     assert all(of.first is not None and of.first.model.hindexer.weight == 0 for of in weights.values())
+    # Some settings are of both; components are as wide as the embedding.
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
+    of_both = {"model.dim": "128", "evaluate.every_epochs": "3", "train.minutes": "5.9"}
+    config = with_settings(
+        load_sized("auto-mol", str(clicks), given=of_both)[0], {"model.dim": 128, "evaluate.every_epochs": 3}
+    )
+    first = config.first
+    assert first is not None and first.model.dim == config.model.dim == 128 and first.evaluate.every_epochs == 3
+    assert isinstance(config.model.similarity, MoLConfig) and config.model.similarity.component_dim == 128
+    # The dot product has half of the minutes, unless there is none.
+    blocks = [
+        flatten(load_sized("auto-mol", str(clicks), given=of_both | more)[0])["model.encoder.blocks"]
+        for more in ({}, {"no_start": ""}, {"warm_start": "runs/none"})
+    ]
+    assert blocks == [2, 8, 8]
+    (clicks / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000)))
     # For so many ranks, both have a larger batch and rates.
     wide, _ = load_sized("auto-mol", str(clicks), scale=4)
     assert wide.first is not None and wide.first.tables.lr == 2 * first.tables.lr and wide.tables.lr == 0.002
@@ -244,6 +260,8 @@ def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], caps
         (20_000, ["--model.loss.negatives", "4096"], left.format("model.loss.negatives")),
         (20_000, ["--model.encoder.blocks", "2"], left.format("model.encoder.blocks")),
         (20_000, ["--no-start"], left.format("no_start")),
+        (20_000, ["--start.train.epochs", "2"], left.format("start.train.epochs")),
+        (20_000, ["--tables.item.sharding", "row_wise"], "ahead on such data, after the dot product"),
         (20_001, [], ""),
         (20_000, ["--model.encoder.kind", "sasrec"], ""),
         (20_000, ["--model.similarity.kind", "dot"], ""),
@@ -255,58 +273,103 @@ def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], caps
         takes = reason.startswith("ahead")
         assert f"similarity.kind {'mol' if takes else 'dot'} (" in said if reason else "similarity.kind" not in said
         assert reason in said
-        assert (config.model.similarity.kind, bool(config.first)) == (("mol", True) if takes else ("dot", False))
+        assert config.model.similarity.kind == ("mol" if takes else "dot")
+        assert bool(config.first) == (takes or given[:1] == ["--start.train.epochs"])
         if not given:
             recipe = "auto-mol" if takes else "auto"
             assert config == with_settings(load_sized(recipe, str(clicks))[0], {"data.path": str(clicks)})
 
 
-def test_a_run_that_goes_on_keeps_its_model(
-    clicks: Path, tmp_path: Path, to_train: list[Config], capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def begun(clicks: Path, tmp_path: Path, to_train: list[Config]) -> Callable[..., str]:
+    """Makes a run of these words that has been trained."""
+
+    def run(name: str, *words: str, within: str = ".") -> str:
+        cli.main(["train", *words, "--run", str(tmp_path / name)])
+        (tmp_path / name / within / "checkpoints" / "step-0000001").mkdir(parents=True)
+        (tmp_path / name / "config.toml").write_text(dump_toml(to_train.pop()))
+        return str(tmp_path / name)
+
+    return run
+
+
+def test_a_run_goes_on_with_the_same_words_and_other_limits(
+    clicks: Path, tmp_path: Path, begun: Callable[..., str], to_train: list[Config]
 ) -> None:
-    """Whatever the limits say now, and whatever the dataset has become."""
+    """It has the settings that it began with, but for those limits."""
+    long = json.dumps(described(2_666, 3_000, 400_000))
+    auto, limits = ["auto", "--data.path", str(clicks)], ("train.minutes", "train.epochs")
+    for number, (given, other) in enumerate((
+        ([], []),
+        ([], ["--train.minutes", "2"]),
+        ([], ["--train.epochs", "9"]),
+        (["--train.minutes", "2"], ["--train.minutes", "60"]),
+        (["--train.minutes", "2", "--model.encoder.blocks", "8"], ["--train.minutes", "60"]),
+        (["--model.encoder.blocks", "2"], ["--train.minutes", "2"]),
+        (["--model.encoder.max-length", "20"], []),
+        (["--model.encoder.kind", "hstu", "--train.minutes", "9"], ["--train.minutes", "1"]),
+        (["--model.encoder.kind", "pooled"], []),
+        (["--model.dim", "48", "--model.encoder.heads", "3"], []),
+        (["--model.similarity.kind", "mol"], []),
+    )):  # fmt: skip
+        for size, content in enumerate((long, json.dumps(described(1000, 500, 20_000)))):
+            (clicks / "dataset.json").write_text(content)
+            run = begun(f"run-{number}-{size}", *auto, *given, within="start" if size else ".")
+            cli.main(["train", *auto, *given, *other, "--run", run])
+            before = flatten(load_recipe(f"{run}/config.toml"))
+            assert {*changed(before, flatten(to_train.pop()))} <= {*limits}, (given, other)
+    (clicks / "dataset.json").write_text(long)
+    api.train("auto", tmp_path / "run-0-0", {"data.path": str(clicks), "train.minutes": 2})
+    api.train("auto", tmp_path / "run-3-0", {"data.path": str(clicks), "train.minutes": 60})
+    assert [(of.model.similarity.kind, bool(of.first)) for of in to_train] == [("mol", True), ("dot", False)]
+
+
+def test_the_model_is_that_of_the_run_that_one_starts_from(
+    clicks: Path, tmp_path: Path, begun: Callable[..., str], to_train: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
     (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "dataset.json").write_text(json.dumps(described(1000, 500, 20_000)))
-    large, small = (["train", "auto", "--data.path", str(path)] for path in (clicks, tmp_path / "small"))
-
-    def begun(name: str, *words: str, within: str = ".") -> list[str]:
-        """The words for a run that has been trained."""
-        cli.main([*words, "--run", str(tmp_path / name)])
-        (tmp_path / name / within / "checkpoints" / "step-0000001").mkdir(parents=True)
-        (tmp_path / name / "config.toml").write_text(dump_toml(to_train.pop()))
-        capsys.readouterr()
-        return ["--run", str(tmp_path / name)]
-
-    def models(*words: str) -> tuple[str, str, int, int, bool]:
-        cli.main([*words])
-        model = (config := to_train.pop()).model
-        assert isinstance(model.encoder, HSTUConfig | SASRecConfig)
-        kinds = model.encoder.kind, model.similarity.kind
-        return *kinds, model.encoder.blocks, model.encoder.max_length, bool(config.first and not config.warm_start)
-
-    mol = begun("mol", *large, within="start")
-    assert models(*large, *mol) == models(*large, *mol, "--train.minutes", "2") == ("hstu", "mol", 8, 200, True)
-    assert models(*large, *mol, "--train.epochs", "9") == ("hstu", "mol", 8, 200, True)
-    brief = begun("brief", *large, "--train.minutes", "2")
-    assert models(*large, *brief) == models(*large, *brief, "--train.minutes", "60") == ("hstu", "dot", 2, 200, False)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "encoder.kind hstu (as in the run that goes on)" in said and "encoder.times" not in said
-    few = begun("few", *small)
-    assert models(*small, *few) == ("sasrec", "dot", 2, 50, False)
-    for run, dataset, model in (
-        (mol, small, ("hstu", "mol", 8, 200, False)),
-        (brief, large, ("hstu", "dot", 2, 200, False)),
-        (few, large, ("sasrec", "dot", 2, 50, False)),
-    ):
+    large, small = (["auto", "--data.path", str(path)] for path in (clicks, tmp_path / "small"))
+    runs = {
+        "mol": begun("mol", *large),
+        "brief": begun("brief", *large, "--train.minutes", "2"),
+        "few": begun("few", *small, "--model.dim", "48"),
+        "demo": begun("demo", "demo-mol", "--data.path", str(clicks), "--model.similarity.query-components", "2"),
+        "times": begun("times", *small, "--model.encoder.kind", "hstu", "--model.encoder.times"),
+    }
+    for name, dataset in (("mol", small), ("brief", large), ("few", large), ("demo", large), ("times", large)):
+        before = load_recipe(f"{runs[name]}/config.toml")
         for flag in ("--continue", "--warm-start"):
-            assert models(*dataset, flag, run[1], "--run", str(tmp_path / "new")) == model
-    api.train("auto", tmp_path / "mol", {"data.path": str(clicks), "train.minutes": 2})
-    api.train("auto", tmp_path / "new", {"data.path": str(clicks), "warm_start": few[1]})
-    assert [of.model.similarity.kind for of in to_train] == ["mol", "dot"]
-    # A run without a checkpoint may begin anew, as anything.
+            cli.main(["train", *dataset, flag, runs[name], "--run", str(tmp_path / "new"), "--train.epochs", "1"])
+            config = to_train.pop()
+            assert (config.model.encoder, config.model.dim) == (before.model.encoder, before.model.dim)
+            assert config.model.similarity == before.model.similarity and config.train.epochs == 1
+            assert config.model.hindexer == before.model.hindexer
+            assert (config.train.stride > 0) == (before.train.stride > 0)
+            begun("new", *dataset, flag, runs[name])
+            cli.main(["train", *dataset, flag, runs[name], "--run", str(tmp_path / "new")])
+            assert not changed(flatten(load_recipe(str(tmp_path / "new" / "config.toml"))), flatten(to_train.pop()))
+            shutil.rmtree(tmp_path / "new")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "encoder.kind hstu (as in the run before)" in said and "query_components 2 (as in the run before)" in said
+    # MoL of another shape starts from the dot product's encoder alone, and so does another encoder.
+    cli.main(["train", "auto-mol", *large[1:], "--warm-start", runs["few"], "--model.similarity.item-components", "2"])
+    mol = to_train.pop().model
+    assert (mol.dim, mol.encoder.kind, mol.similarity.kind) == (48, "sasrec", "mol")
+    cli.main(["train", *large, "--warm-start", runs["brief"], "--model.encoder.kind", "pooled"])
+    assert to_train.pop().model.encoder == PooledConfig(max_length=200)
+    # What has not been trained is nothing to go on from.
     shutil.rmtree(tmp_path / "brief" / "checkpoints")
-    assert models(*large, *brief) == ("hstu", "mol", 8, 200, True)
+    for flag in ("--run", "--warm-start"):
+        cli.main(["train", *large, flag, runs["brief"]])
+        assert to_train.pop().model.similarity.kind == "mol"
+
+
+def test_a_broken_run_is_named(clicks: Path, begun: Callable[..., str], refusal: Callable[..., str]) -> None:
+    run = begun("run", "auto", "--data.path", str(clicks))
+    Path(run, "config.toml").write_bytes(b"\xff\xfe")
+    assert f"{run}/config.toml" in refusal("train", "auto", "--data.path", str(clicks), "--run", run)
 
 
 def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A run's refit: trained anew on the validation actions too, for as many epochs as the best checkpoint had."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,18 @@ def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=r"is a refit of 1 epoch, but .* is now best after \d; remove .*refit"):
             use()
+
+
+def test_a_refit_of_another_model_or_dataset_is_not_taken(tmp_path: Path) -> None:
+    """Of a run that has been trained anew, and is best after as many epochs."""
+    run, datasets = tmp_path / "run", [write_dataset(tmp_path / of, ring=of == "ring") for of in ("data", "ring")]
+    train(small_config(datasets[0], EARLY | {"train.refit": True}), run)
+    for data, settings in ((datasets[0], {"model.dim": 16}), (datasets[1], {})):
+        shutil.rmtree(run / "checkpoints")
+        (run / "results.json").unlink()
+        train(small_config(data, EARLY | settings), run)
+        with pytest.raises(ValueError, match="is a refit of what .* was before, of another model or dataset; remove"):
+            final_run(run)
 
 
 def test_a_refit_has_its_epochs_though_the_run_has_fewer_by_now(tmp_path: Path) -> None:
