@@ -131,7 +131,7 @@ def test_a_refit_of_another_model_or_dataset_is_not_taken(tmp_path: Path) -> Non
         shutil.rmtree(run / "checkpoints")
         (run / "results.json").unlink()
         train(small_config(data, EARLY | settings), run)
-        with pytest.raises(ValueError, match="is a refit of what .* was before, of another model or dataset; remove"):
+        with pytest.raises(ValueError, match=r"is a refit of what .* was before, of another model or dataset; remove"):
             final_run(run)
 
 
