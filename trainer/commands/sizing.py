@@ -178,8 +178,8 @@ def _load(name: str, data_path: str, given: Mapping[str, Any], run: str) -> tupl
     if not (fetch(place) / "dataset.json").is_file():
         return recipe, {}
     resumed, source = _trained(run), NOTHING
-    if given.get("warm_start"):
-        source = _trained(given["warm_start"]) or resumed
+    if isinstance(start := given.get("warm_start"), str) and start:
+        source = _trained(start) or resumed
     try:
         description = _description(place)
         if resumed:
@@ -208,9 +208,9 @@ def _trained(run: str) -> Mapping[str, Any]:
         return NOTHING
     path = fetch_run(run)
     # Until there is a checkpoint, another command may begin the run anew.
-    if not (any(path.glob("checkpoints/step-*")) or any(path.glob("start/checkpoints/step-*"))):
-        return NOTHING
-    return flatten(load_recipe(str(path / "config.toml")))
+    trained = any(path.glob("checkpoints/step-*")) or any(path.glob("start/checkpoints/step-*"))
+    config = path / "config.toml"
+    return flatten(load_recipe(str(config))) if trained and config.is_file() else NOTHING
 
 
 def _with_choice(found: Sized, items: int, given: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[str, Sized]:
@@ -220,15 +220,16 @@ def _with_choice(found: Sized, items: int, given: Mapping[str, Any], before: Map
     (benchmarks/notes/mol-and-dot-product.md)."""
     kind = f"{SIMILARITY}kind"
     if before:
-        own = before[kind] == "mol" and not any(name.startswith(SIMILARITY) for name in given)
-        return (AUTO_MOL, {**found, kind: ("mol", AS_BEFORE)}) if own else (AUTO, found)
+        mol = before[kind] == "mol" and kind not in given
+        return (AUTO_MOL, {**found, kind: ("mol", AS_BEFORE)}) if mol else (AUTO, found)
     if STRIDE not in found or items > ONE_STAGE or kind in given:
         return AUTO, found
     pays = "ahead on such data, after the dot product"
     if others := [name for name in given if name.startswith(OF_ONE) and not name.endswith(OF_BOTH)]:
         return AUTO, {**found, kind: ("dot", f"MoL, {pays}, is left to the recipe auto-mol: {others[0]} is given")}
-    if 0 < float(given.get(MINUTES, 0)) < MOL_MINUTES:
-        return AUTO, {**found, kind: ("dot", f"MoL is {pays}, only with {MOL_MINUTES} minutes or more")}
+    minutes = float(given.get(MINUTES, 0))
+    if 0 < minutes < MOL_MINUTES or minutes == math.inf:
+        return AUTO, {**found, kind: ("dot", f"MoL is {pays}, with {MOL_MINUTES} minutes or more")}
     return AUTO_MOL, {**found, kind: ("mol", pays)}
 
 
@@ -236,10 +237,15 @@ def _of_source(source: Mapping[str, Any], recipe: str, given: Mapping[str, Any])
     """The settings of the model of the run that another one starts from: MoL's if both have it."""
     if not source or given.get(KIND, source[KIND]) != source[KIND]:
         return {}
-    kept = ["model.dim", ENCODER]
-    if recipe == AUTO_MOL and source[f"{SIMILARITY}kind"] == "mol":
+    kept, weight, kind = ["model.dim", ENCODER], "model.hindexer.weight", f"{SIMILARITY}kind"
+    if source[kind] == given.get(kind, "mol" if recipe == AUTO_MOL else "") == "mol":
         kept += [SIMILARITY, "model.hindexer."]
-    return {name: (value, AS_BEFORE) for name, value in source.items() if name.startswith(tuple(kept))}
+    # Where items have become many, there is an h-indexer from now on.
+    return {
+        name: (value, AS_BEFORE)
+        for name, value in source.items()
+        if name.startswith(tuple(kept)) and (name, value) != (weight, 0)
+    }
 
 
 def _items(description: Mapping[str, Any], given: Mapping[str, Any]) -> int:

@@ -254,7 +254,8 @@ def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], caps
     for items, given, reason in (
         (20_000, [], "ahead on such data, after the dot product"),
         (20_000, ["--train.minutes", "20"], "ahead on such data, after the dot product"),
-        (20_000, ["--train.minutes", "19.9"], "only with 20 minutes or more"),
+        (20_000, ["--train.minutes", "19.9"], "with 20 minutes or more"),
+        (20_000, ["--train.minutes", "inf"], "with 20 minutes or more"),
         (20_000, ["--train.epochs=40"], left.format("train.epochs")),
         (20_000, ["--tables.item.lr", "0.01"], left.format("tables.item.lr")),
         (20_000, ["--model.loss.negatives", "4096"], left.format("model.loss.negatives")),
@@ -311,6 +312,7 @@ def test_a_run_goes_on_with_the_same_words_and_other_limits(
         (["--model.encoder.kind", "pooled"], []),
         (["--model.dim", "48", "--model.encoder.heads", "3"], []),
         (["--model.similarity.kind", "mol"], []),
+        (["--model.similarity.kind", "mol", "--model.similarity.query-components", "2"], []),
     )):  # fmt: skip
         for size, content in enumerate((long, json.dumps(described(1000, 500, 20_000)))):
             (clicks / "dataset.json").write_text(content)
@@ -353,13 +355,27 @@ def test_the_model_is_that_of_the_run_that_one_starts_from(
             shutil.rmtree(tmp_path / "new")
     said = " ".join(capsys.readouterr().err.split())
     assert "encoder.kind hstu (as in the run before)" in said and "query_components 2 (as in the run before)" in said
+    cli.main(["train", *large, "--continue", runs["demo"], "--model.similarity.kind", "mol"])
+    cli.main(["train", *large, "--continue", runs["demo"], "--model.similarity.gate-hidden", "8"])
+    similarities = [of.model.similarity for of in (to_train.pop(), to_train.pop())]
+    assert [isinstance(of, MoLConfig) and (of.query_components, of.gate_hidden) for of in similarities] == [
+        (2, 8), (2, 64)
+    ]  # fmt: skip
+    # Where items have become many, MoL has an h-indexer.
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 20_001, 400_000)))
+    cli.main(["train", *large, "--continue", runs["mol"]])
+    assert to_train.pop().model.hindexer.weight == 0.3
+    (clicks / "dataset.json").write_text(json.dumps(described(2_666, 3_000, 400_000)))
     # MoL of another shape starts from the dot product's encoder alone, and so does another encoder.
     cli.main(["train", "auto-mol", *large[1:], "--warm-start", runs["few"], "--model.similarity.item-components", "2"])
     mol = to_train.pop().model
     assert (mol.dim, mol.encoder.kind, mol.similarity.kind) == (48, "sasrec", "mol")
     cli.main(["train", *large, "--warm-start", runs["brief"], "--model.encoder.kind", "pooled"])
     assert to_train.pop().model.encoder == PooledConfig(max_length=200)
-    # What has not been trained is nothing to go on from.
+    # What has not been trained, or is no run, is nothing to go on from.
+    Path(runs["few"], "config.toml").unlink()
+    cli.main(["train", *large, "--run", runs["few"]])
+    assert to_train.pop().model.similarity.kind == "mol"
     shutil.rmtree(tmp_path / "brief" / "checkpoints")
     for flag in ("--run", "--warm-start"):
         cli.main(["train", *large, flag, runs["brief"]])
@@ -368,6 +384,8 @@ def test_the_model_is_that_of_the_run_that_one_starts_from(
 
 def test_a_broken_run_is_named(clicks: Path, begun: Callable[..., str], refusal: Callable[..., str]) -> None:
     run = begun("run", "auto", "--data.path", str(clicks))
+    with pytest.raises(ValueError, match="warm_start is 5"):
+        api.train("auto", "run", {"data.path": str(clicks), "warm_start": 5})
     Path(run, "config.toml").write_bytes(b"\xff\xfe")
     assert f"{run}/config.toml" in refusal("train", "auto", "--data.path", str(clicks), "--run", run)
 
