@@ -183,6 +183,7 @@ def _load(name: str, data_path: str, given: Mapping[str, Any], run: str) -> tupl
     try:
         description = _description(place)
         if resumed:
+            # What minutes decided when it began stays.
             shows = HEADS if BLOCKS in given else BLOCKS
             given = {**given, MINUTES: SHALLOW_MINUTES / 2 if resumed.get(shows) == SHALLOW[shows][0] else 0}
         elif name == AUTO_MOL and not given.keys() & {"warm_start", "no_start"}:
