@@ -34,8 +34,3 @@ def last_value(words: Sequence[str], flag: str) -> str:
     Empty if there is none."""
     _, taken = take(words, lambda word: word.replace("_", "-") == flag.replace("_", "-"))
     return taken[-1][1] if taken else ""
-
-
-def flags_of(words: Sequence[str]) -> list[str]:
-    """The flags in the words, without their values."""
-    return [word.partition("=")[0] for word in words if word.startswith("--")]

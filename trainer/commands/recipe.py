@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from logitmix.common.mappings import class_of_kind, nearest
-from logitmix.trainer.commands.flags import flags_of, last_value, take
+from logitmix.trainer.commands.flags import last_value, take
 from logitmix.trainer.commands.recipe_help import show_help
 from logitmix.trainer.commands.sizing import load_sized, settled
 from logitmix.trainer.commands.words import parse
@@ -40,14 +40,14 @@ def of_recipe(kind: type[R], command: str, words: list[str], usage: str) -> tupl
     others, help_asked = take(words[1:], ("-h", "--help").__contains__)
     scale = last_value(others, "--scale")
     # The parser refuses what is no number.
-    run = last_value(others, "--run") or f"runs/{Path(words[0]).stem}"
+    _, given = take(others, lambda flag: flag.startswith("--"))
     resumes = command == "train" and not help_asked
     recipe, found = load_sized(
         words[0],
         last_value(others, "--data.path"),
         int(scale) if scale.isdecimal() else 1,
-        {flag[2:].replace("-", "_"): last_value(others, flag) for flag in flags_of(others)},
-        run if resumes else "",
+        {flag[2:].replace("-", "_"): value for flag, value in given},
+        (last_value(others, "--run") or f"runs/{Path(words[0]).stem}") if resumes else "",
     )
     others, first = take_start_words(others)
     if NO_START in others:

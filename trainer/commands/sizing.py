@@ -36,9 +36,9 @@ suffice (benchmarks/notes/own-data.md)."""
 KIND, LENGTH, STRIDE, MINUTES = "model.encoder.kind", "model.encoder.max_length", "train.stride", "train.minutes"
 BATCH, EXPLICIT, MOST_ITEMS = "train.batch_size", "data.negatives", "data.items"
 ENCODER, SIMILARITY = "model.encoder.", "model.similarity."
-BLOCKS, HEADS = f"{ENCODER}blocks", f"{ENCODER}heads"
+BLOCKS, HEADS, SCORE = f"{ENCODER}blocks", f"{ENCODER}heads", f"{SIMILARITY}kind"
 AS_BEFORE = "as in the run before"
-DOT = {f"{SIMILARITY}kind": "dot"}
+DOT = {SCORE: "dot"}
 MOL_MINUTES = 20
 """Fewest train.minutes with which `auto` takes MoL."""
 OF_ONE = (
@@ -197,7 +197,7 @@ def _load(name: str, data_path: str, given: Mapping[str, Any], run: str) -> tupl
             found = _of_mol(found, items, given)
         found = {**found, **_of_source(source, name, given)}
     except (ValueError, KeyError, TypeError, OverflowError):
-        return load_recipe(name), {}
+        return recipe, {}
     own = flatten(with_settings(recipe, {KIND: found[KIND][0]} if KIND in found else {}))
     found = {name: of for name, of in found.items() if name.endswith(".kind") or of != (own.get(name), AS_BEFORE)}
     return with_settings(recipe, {"data.path": place, **{name: value for name, (value, _) in found.items()}}), found
@@ -219,27 +219,26 @@ def _with_choice(found: Sized, items: int, given: Mapping[str, Any], before: Map
 
     MoL was ahead of more of its dot product in equal time where HSTU is deep and items are few
     (benchmarks/notes/mol-and-dot-product.md)."""
-    kind = f"{SIMILARITY}kind"
     if before:
-        mol = before[kind] == "mol" and kind not in given
-        return (AUTO_MOL, {**found, kind: ("mol", AS_BEFORE)}) if mol else (AUTO, found)
-    if STRIDE not in found or items > ONE_STAGE or kind in given:
+        mol = before[SCORE] == "mol" and SCORE not in given
+        return (AUTO_MOL, {**found, SCORE: ("mol", AS_BEFORE)}) if mol else (AUTO, found)
+    if STRIDE not in found or items > ONE_STAGE or SCORE in given:
         return AUTO, found
     pays = "ahead on such data, after the dot product"
     if others := [name for name in given if name.startswith(OF_ONE) and not name.endswith(OF_BOTH)]:
-        return AUTO, {**found, kind: ("dot", f"MoL, {pays}, is left to the recipe auto-mol: {others[0]} is given")}
+        return AUTO, {**found, SCORE: ("dot", f"MoL, {pays}, is left to the recipe auto-mol: {others[0]} is given")}
     minutes = float(given.get(MINUTES, 0))
     if 0 < minutes < MOL_MINUTES or minutes == math.inf:
-        return AUTO, {**found, kind: ("dot", f"MoL is {pays}, with {MOL_MINUTES} minutes or more")}
-    return AUTO_MOL, {**found, kind: ("mol", pays)}
+        return AUTO, {**found, SCORE: ("dot", f"MoL is {pays}, with {MOL_MINUTES} minutes or more")}
+    return AUTO_MOL, {**found, SCORE: ("mol", pays)}
 
 
 def _of_source(source: Mapping[str, Any], recipe: str, given: Mapping[str, Any]) -> Sized:
     """The settings of the model of the run that another one starts from: MoL's if both have it."""
     if not source or given.get(KIND, source[KIND]) != source[KIND]:
         return {}
-    kept, weight, kind = ["model.dim", ENCODER], "model.hindexer.weight", f"{SIMILARITY}kind"
-    if source[kind] == given.get(kind, "mol" if recipe == AUTO_MOL else "") == "mol":
+    kept, weight = ["model.dim", ENCODER], "model.hindexer.weight"
+    if source[SCORE] == given.get(SCORE, "mol" if recipe == AUTO_MOL else "") == "mol":
         kept += [SIMILARITY, "model.hindexer."]
     # Where items have become many, there is an h-indexer from now on.
     return {
