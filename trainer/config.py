@@ -241,7 +241,7 @@ class TrainConfig:
     arithmetic. auto: bf16 on CUDA; on a CPU the faster one, measured when the run begins."""
     compile: bool = False
     """Compile the encoder and the other layers of the towers with torch.compile, for fewer kernels on CUDA: the same
-    losses up to rounding, but the first steps take minutes. Not run on a GPU yet."""
+    losses up to rounding, but the first steps take minutes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1
     """CPU threads of a rank; bit-equal reruns need the same number."""
