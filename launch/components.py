@@ -9,9 +9,11 @@ need not be able to run it. Put the environment's bin folder first in PATH (or a
 
 # No functions: torchx takes each that it finds here for a component.
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import random
+import re
 import sys
 from argparse import ArgumentParser
 from pathlib import PurePath
@@ -24,9 +26,10 @@ from torchx.components import dist
 
 # Not in a separate function, which torchx would check as a component.
 _COMMAND_LINE = ArgumentParser(add_help=False, allow_abbrev=False)
-"""The arguments of `logitmix train` that determine the run directory."""
+"""The arguments of `logitmix train` that determine the run directory, and the one that `--grace` becomes."""
 _COMMAND_LINE.add_argument("recipe", nargs="?")
 _COMMAND_LINE.add_argument("--run", nargs="?")
+_COMMAND_LINE.add_argument("--train.stop-seconds", "--train.stop_seconds", dest="stop_seconds")
 
 
 _TORCHRUN = "torchrun --rdzv_backend c10d --rdzv_endpoint localhost:0 "
@@ -38,8 +41,17 @@ PORTS = range(20000, 30000)
 """Of the rendezvous of several nodes: below those that Linux gives to connections."""
 PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_SOCKET_IFNAME")
 """Beginnings of the environment variables that a job gets from the shell that submits it."""
-PACKAGES = {"kubernetes": "kubernetes", "kubernetes_mcad": "kubernetes", "ray": "ray", "aws_batch": "boto3"}
-"""What torchx imports for a scheduler, and does not install."""
+PACKAGES = {
+    "aws_batch": ("boto3", "aws_batch"),
+    "kubernetes": ("kubernetes", "kubernetes"),
+    "kubernetes_mcad": ("kubernetes", "kubernetes"),
+    "ray": ("ray", "ray"),
+}
+"""By scheduler, the package that torchx imports for it, and the extra of torchx that installs a version that fits."""
+SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
+"""Names of environment variables whose values are no one else's business."""
+LAUNCHER_SECONDS = 30
+"""How much longer than its ranks torchrun may take to end, and a pod or Slurm's limit of time than torchrun."""
 FORGETFUL = ("aws_batch", "kubernetes")
 """Schedulers whose containers keep nothing but what is mounted."""
 
@@ -50,7 +62,10 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
 
     run: str = ""
     """The run directory."""
-    grace: int = 300
+    grace: int = 600
+    """Seconds that the ranks have to save, which the job gets as train.stop_seconds."""
+    secrets: List[str] = dataclasses.field(default_factory=list)
+    """Names of Kubernetes's secrets, whose keys become environment variables."""
     host_network: bool = False
     lock_memory: bool = False
     inherited: List[str] = dataclasses.field(default_factory=list)
@@ -62,11 +77,12 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
         if scheduler == "slurm":
             for replica in dryrun_info.request.replicas.values():
                 # To the processes of the job, before a limit of time, whoever sets it.
-                replica.sbatch_opts["signal"] = f"TERM@{self.grace}"
+                replica.sbatch_opts["signal"] = f"TERM@{self.grace + 2 * LAUNCHER_SECONDS}"
                 # srun passes the shell's variables on by itself, and splits at commas those that it is told.
                 for name in self.inherited:
                     replica.env.pop(name, None)
         if scheduler == "kubernetes":
+            self._require_no_secret_in_the_clear()
             for task in dryrun_info.request.resource["spec"]["tasks"]:
                 self._amend(task["template"].spec)
         return dryrun_info
@@ -81,11 +97,21 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
                 "mount: --mounts type=volume,src=CLAIM,dst=/shared … -- RECIPE --run /shared/runs/NAME"
             )
 
-    def _amend(self, pod: Any) -> None:
-        """What a pod of Kubernetes needs beyond torchx's."""
-        from kubernetes.client.models import V1Capabilities
+    def _require_no_secret_in_the_clear(self) -> None:
+        for name in self.env:
+            if SECRET.fullmatch(name):
+                raise SystemExit(
+                    f"logitmix.train: --env would show the value of {name} to all who may read the job; put it into a "
+                    f"secret: kubectl create secret generic NAME --from-env-file FILE, and give --env_from_secret NAME"
+                )
 
-        pod.termination_grace_period_seconds = self.grace
+    def _amend(self, pod: Any) -> None:
+        """Gives a pod of Kubernetes what torchx has no words for."""
+        from kubernetes.client.models import V1Capabilities, V1EnvFromSource, V1SecretEnvSource
+
+        pod.termination_grace_period_seconds = self.grace + 2 * LAUNCHER_SECONDS
+        for container in pod.containers:
+            container.env_from = [V1EnvFromSource(secret_ref=V1SecretEnvSource(name=name)) for name in self.secrets]
         if self.host_network:
             pod.host_network, pod.dns_policy = True, "ClusterFirstWithHostNet"
         if self.lock_memory:
@@ -106,7 +132,8 @@ def train(
     mounts: Optional[List[str]] = None,
     max_retries: int = 0,
     max_restarts: int = 0,
-    grace: int = 300,
+    grace: int = 600,
+    env_from_secret: Optional[List[str]] = None,
     port: int = 0,
     devices: Optional[Dict[str, str]] = None,
     host_network: bool = False,
@@ -128,18 +155,28 @@ def train(
         mounts: what a container sees of its host, such as type=bind,src=/data,dst=/data
         max_retries: how often the scheduler starts a failed job again; training resumes from the run directory
         max_restarts: how often torchrun restarts a node's processes within a job, after one has died
-        grace: seconds for a run to save before Slurm's limit of time, or the end of a pod of Kubernetes
+        grace: seconds for a run to save once it is told to end, handed on as --train.stop-seconds; Slurm tells it a
+            minute more before the limit of time, and a pod of Kubernetes is given a minute more
+        env_from_secret: Kubernetes: names of secrets, each key of which becomes an environment variable of the job
         port: of the rendezvous of several nodes; 0 takes one by chance, so that jobs can share a host
         devices: named devices of a node, as Kubernetes and AWS Batch know them, such as rdma/hca=1,…
         host_network: Kubernetes: the pods use the network of their hosts, as RDMA may need it
         lock_memory: Kubernetes: the pods may lock memory (IPC_LOCK), which RDMA needs
     """
     scheduler = next((sys.argv[at + 1] for at in range(len(sys.argv) - 1) if sys.argv[at] in _SCHEDULER), "")
-    if scheduler in PACKAGES and importlib.util.find_spec(PACKAGES[scheduler]) is None:
-        package = PACKAGES[scheduler]
-        raise SystemExit(f"logitmix.train: torchx needs {package} for {scheduler}: pip install {package}")
+    if scheduler in PACKAGES and importlib.util.find_spec(PACKAGES[scheduler][0]) is None:
+        package, extra = PACKAGES[scheduler]
+        fitting = f"torchx[{extra}]=={importlib.metadata.version('torchx')}"
+        raise SystemExit(f"logitmix.train: torchx needs {package} for {scheduler}: pip install '{fitting}'")
+    if env_from_secret and scheduler != "kubernetes":
+        raise SystemExit("logitmix.train: --env_from_secret names secrets of Kubernetes, and needs -s kubernetes")
     _, nodes, processes, _ = dist.parse_nnodes(j)
     known, _ = _COMMAND_LINE.parse_known_args(args)
+    if known.stop_seconds:
+        raise SystemExit(
+            "logitmix.train: --grace is the job's --train.stop-seconds, so that what starts it waits as long; give "
+            f"--grace {known.stop_seconds} before the -- in its place"
+        )
     run = known.run or f"runs/{PurePath(known.recipe or '').stem}"
     # torchrun writes to disks alone.
     logs = {"PET_LOG_DIR": f"{PurePath(run)}/logs"} if known.recipe and "://" not in run else {}
@@ -148,6 +185,8 @@ def train(
         "logitmix.trainer.cli",
         "train",
         *args,
+        "--train.stop-seconds",
+        str(grace),
         # `torchrun -m -- MODULE ARGS`: without the `--`, torchrun takes the --run in ARGS for its own --run-path.
         m="--",
         j=j,
@@ -163,7 +202,7 @@ def train(
         env={
             "PET_MAX_RESTARTS": str(max_restarts),
             "OMP_NUM_THREADS": "1",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "630",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace + LAUNCHER_SECONDS),
             **inherited,
             **logs,
             **(env or {}),
@@ -177,6 +216,7 @@ def train(
         **vars(of_ddp),
         run=run,
         grace=grace,
+        secrets=env_from_secret or [],
         host_network=host_network,
         lock_memory=lock_memory,
         inherited=[name for name in inherited if name not in (env or {})],

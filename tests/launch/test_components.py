@@ -1,5 +1,6 @@
 """The torchx components, as torchx itself reads and runs them."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torchx.workspace.api import walk_workspace
 from waiting import until
 
 from logitmix.launch.components import PORTS, train
+from logitmix.trainer.config import Config
 
 COMPONENTS = Path(__file__).parents[2] / "launch/components.py"
 # A stand-in for the trainer: says what it was given, and fails when told to.
@@ -98,14 +101,41 @@ def test_train_on_slurm() -> None:
     for node in ("train-0", "train-1"):
         assert (
             f"#SBATCH --job-name={node} --requeue --ntasks-per-node=1 --cpus-per-task=8 --mem=65536 --gpus-per-task=4 "
-            "--signal=TERM@300\n" in script
+            "--signal=TERM@660\n" in script
         )
     assert "export TORCHX_MAX_RETRIES=3" in script
     ports = re.findall(r"--rdzv_endpoint \$\{SLURM_JOB_NODELIST_HET_GROUP_0:=localhost\}:(\d+) ", script)
     assert len(ports) == 2 and ports[0] == ports[1] and int(ports[0]) in PORTS
     assert "--nnodes 2 --nproc_per_node 4" in script
     command = script.replace("'\"'\"'", "'")
-    assert "-m -- logitmix.trainer.cli train demo-mol --run 'runs/a b'" in command
+    assert "-m -- logitmix.trainer.cli train demo-mol --run 'runs/a b' --train.stop-seconds 600" in command
+
+
+def test_a_job_waits_longer_than_a_save_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Kubernetes's client only what becomes of the arguments is of interest here."""
+    stand_in = SimpleNamespace(V1Capabilities=dict, V1EnvFromSource=dict, V1SecretEnvSource=dict)
+    monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "kubernetes.client", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "kubernetes.client.models", stand_in)
+    monkeypatch.setattr(sys, "argv", ["torchx", "run", "-s", "kubernetes"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    words = ("demo-mol", "--run", "s3://bucket/x")
+    for given, save in ({}, Config().train.stop_seconds), ({"grace": 900}, 900):
+        role = train(*words, **given, env_from_secret=["s3", "wandb"]).roles[0]
+        assert f"{' '.join(words)} --train.stop-seconds {save}" in role.args[-1]
+        pod = SimpleNamespace(containers=[SimpleNamespace(env_from=None)])
+        tasks = [{"template": SimpleNamespace(spec=pod)}]
+        role.pre_proc("kubernetes", SimpleNamespace(request=SimpleNamespace(resource={"spec": {"tasks": tasks}})))
+        torchrun = int(role.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+        assert save < torchrun < pod.termination_grace_period_seconds
+        assert pod.containers[0].env_from == [{"secret_ref": {"name": name}} for name in ("s3", "wandb")]
+    with pytest.raises(SystemExit, match="--grace 900 before the --"):
+        train(*words, "--train.stop-seconds=900")
+    with pytest.raises(SystemExit, match=r"--env would show the value of WANDB_API_KEY .* --env_from_secret NAME"):
+        train(*words, env={"WANDB_API_KEY": "x"}).roles[0].pre_proc("kubernetes", None)
+    monkeypatch.setattr(sys, "argv", ["torchx", "run", "-s", "slurm"])
+    with pytest.raises(SystemExit, match="--env_from_secret names secrets of Kubernetes"):
+        train(*words, env_from_secret=["s3"])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +177,7 @@ def test_what_the_shell_says_to_nccl_reaches_the_job(monkeypatch: pytest.MonkeyP
     words = ("-s", "slurm", "--dryrun", f"{COMPONENTS}:train", "--env", "NCCL_DEBUG=INFO", "--grace", "60", "--")
     script = torchx(*words, "demo-mol").stdout.partition("SBATCH_SCRIPT\n#-")[2]
     assert "--export=ALL," in script and "NCCL_DEBUG=INFO" in script and "NCCL_IB_HCA" not in script
-    assert "--signal=TERM@60\n" in script
+    assert "--signal=TERM@120\n" in script
 
 
 def test_a_run_in_a_container_that_keeps_nothing_is_refused() -> None:
@@ -166,7 +196,8 @@ def test_a_run_in_a_container_that_keeps_nothing_is_refused() -> None:
 def test_the_package_of_a_scheduler_is_named() -> None:
     result = torchx("-s", "kubernetes", "--dryrun", "-cfg", "queue=default", f"{COMPONENTS}:train", "--", "demo-mol")
     assert result.returncode == 1
-    said = "logitmix.train: torchx needs kubernetes for kubernetes: pip install kubernetes"
+    extras = tomllib.loads((COMPONENTS.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    said = f"logitmix.train: torchx needs kubernetes for kubernetes: pip install '{extras['kubernetes'][0]}'"
     assert result.stderr.splitlines()[-1] == said
 
 
@@ -191,6 +222,7 @@ def test_train_on_kubernetes() -> None:
         "-s", "kubernetes", "--dryrun", "--workspace=", "-cfg", "queue=default", f"{COMPONENTS}:train",
         "-j", "2x4", "--gpu", "4", "--image", "here/logitmix:1", "--mounts", "type=volume,src=claim,dst=/data",
         "--devices", "rdma/hca=1", "--host_network", "True", "--lock_memory", "True", "--grace", "90",
+        "--env_from_secret", "s3,wandb",
         "--", "demo-mol", "--run", "/data/runs/x",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -198,7 +230,13 @@ def test_train_on_kubernetes() -> None:
     assert "nvidia.com/gpu: '4'" in result.stdout
     assert "--run /data/runs/x" in result.stdout
     assert result.stdout.count("claimName: claim") == 2
-    for said in ("rdma/hca: '1'", "hostNetwork: true", "- IPC_LOCK", "terminationGracePeriodSeconds: 90"):
+    for said in (
+        "rdma/hca: '1'",
+        "hostNetwork: true",
+        "- IPC_LOCK",
+        "terminationGracePeriodSeconds: 150",
+        "name: wandb",
+    ):
         assert result.stdout.count(said) == 2
 
 
@@ -211,7 +249,7 @@ def test_train_runs_on_two_processes(tmp_path: Path, more: tuple[str, ...]) -> N
     result = torchx(*words, cwd=tmp_path, PYTHONPATH=before_all(tmp_path))
     assert (result.returncode != 0) == ("planted failure" in result.stderr) == bool(more), result.stderr
     for rank in (0, 1):
-        said = f"rank {rank} of 2 {['train', 'demo-mol', '--run', 'a b', *more]}"
+        said = f"rank {rank} of 2 {['train', 'demo-mol', '--run', 'a b', *more, '--train.stop-seconds', '600']}"
         (log,) = tmp_path.glob(f"a b/logs/*/attempt_0/{rank}/stdout.log")
         assert said in result.stderr and log.read_text() == f"{said}\n"
 
