@@ -35,6 +35,7 @@ from logitmix.trainer.quiet import quietly
 
 COMMANDS = (
     "prepare",
+    "check",
     "train",
     "plan",
     "evaluate",
@@ -57,6 +58,7 @@ USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
 
   prepare NAME [--source PATH] [--out DIR]          raw files -> dataset directory
+  check DIR                                         what a dataset directory of another program lacks
   train RECIPE [--section.field VALUE ...] [--run DIR]
                                                     alone, on N ranks of this host with --processes N, or under
                                                     torchrun or torchx with the same words

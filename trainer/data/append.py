@@ -72,10 +72,10 @@ def require_later(path: Path, description: Mapping[str, Any], later: Mapping[str
     times, new = parts_of(description)[-1].get("times"), later["times"]
     if not times:
         return
-    if times["unit"] != new["unit"]:
-        units = [UNIT_NAMES.get(of["unit"], "numbers of no known unit") for of in (new, times)]
+    if times.get("unit") != new["unit"]:
+        units = [UNIT_NAMES.get(of.get("unit"), "numbers of no known unit") for of in (new, times)]
         raise ValueError(f"the times to append are {units[0]}, and those of {path} {units[1]}; they must be the same")
-    if new["first"] < times["last"]:
+    if new["first"] < times.get("last", new["first"]):
         raise ValueError(
             f"the first time to append is {new['first']}, but {path} has actions up to {times['last']}, and what is "
             "appended must be later; leave the earlier ones out with --where, or prepare all of it again"
@@ -84,12 +84,12 @@ def require_later(path: Path, description: Mapping[str, Any], later: Mapping[str
 
 def parts_of(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The entries of dataset.json for what was prepared first, and for all that was appended."""
-    return [description, *description.get(APPENDED, [])]
+    return [description, *(description.get(APPENDED) or [])]
 
 
 def _digests(part: Mapping[str, Any]) -> dict[str, str]:
     """SHA-256 of the files that were read, by name."""
-    found: dict[str, str] = (part.get("source") or {}).get("sha256", {})
+    found: dict[str, str] = (part.get("source") or {}).get("sha256") or {}
     return found
 
 
@@ -133,7 +133,7 @@ def append(
     require_later(path, description, added)
     _require_widths(schema, dataset.schema)
     linked = _link(path, staging)
-    folder = staging / APPENDED / f"{len(description.get(APPENDED, [])) + 1:05d}"
+    folder = staging / APPENDED / f"{len(description.get(APPENDED) or []) + 1:05d}"
     folder.mkdir(parents=True)
     user_ids, item_ids = _joined(raw_user_ids_of(later)), dataset.raw_id_column().combine_chunks()
     known_users, known_items = _joined(raw_user_ids_of(path)), _joined(stored_values(path, schema, ITEM))[:-1]
@@ -174,7 +174,7 @@ def append(
     whole |= {
         **{name: description[name] + of for name, of in counts.items()},
         "schema": replace(schema, tables=tuple(tables)).to_mapping(),
-        APPENDED: [*description.get(APPENDED, []), counts | {name: added[name] for name in OWN if name in added}],
+        APPENDED: [*(description.get(APPENDED) or []), counts | {name: added[name] for name in OWN if name in added}],
         "files": (description.get("files") or entries_of(staging, linked))
         | entries_of(staging, sorted(folder.rglob("*"))),
     }

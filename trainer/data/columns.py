@@ -121,16 +121,14 @@ class SequenceReader:
 
     def append_later(self, batch: pa.RecordBatch) -> None:
         """Later actions of some users, each of them once in a file, in order."""
-        users = within("user_index", batch.column("user_index"), 0, self.user, lambda row: f"row {row}")
-        if (np.diff(users) <= 0).any():
-            raise ValueError("its users are not in order")
+        users = later_users(batch.column("user_index"), self.user)
         self._append(batch, users.astype(np.int64))
         self._appended = True
 
     def _append(self, batch: pa.RecordBatch, users: np.ndarray) -> None:
         lengths, items = lists("item_indices", batch.column("item_indices"))
         self._require_room(self.user, self.action + len(items))
-        of_action = _in_lists(lengths, lambda row: f"user_index {users[row]}")
+        of_action = places_in_lists(lengths, lambda row: f"user_index {users[row]}")
         indices = within("item_indices", items, 0, self.num_items, of_action)
         self.items_flat[self.action : self.action + len(items)] = indices
         self.times.append(parallel("timestamps", batch.column("timestamps"), lengths), lengths, of_action)
@@ -154,7 +152,7 @@ class SequenceReader:
             items, times = items[order], times[order]
             events = {name: column.take(order) for name, column in events.items()}
             for block, bounds in user_blocks(offsets):
-                place = _in_lists(np.diff(bounds), places("user_index", block.start))
+                place = places_in_lists(np.diff(bounds), places("user_index", block.start))
                 _require_oldest_first("timestamps", times[bounds[0] : bounds[-1]], np.diff(bounds), place)
         found = {"items": items, "offsets": offsets, "timestamps": times}
         for name, column in (columns | events).items():
@@ -181,8 +179,7 @@ class _Times:
 
     def append(self, array: pa.Array, lengths: np.ndarray, place: "Place") -> None:
         """Adds the times of users with so many actions each."""
-        values = within("timestamps", array, 1 - LATEST, LATEST, place)
-        _require_oldest_first("timestamps", values, lengths, place)
+        values = times_of(array, lengths, place)
         if self.values.dtype == np.int32 and not np.array_equal(values.astype(np.int32), values):
             self.values = self.values.astype(np.int64)
         self.values[self.filled : self.filled + len(values)] = values
@@ -206,7 +203,7 @@ class ColumnReader:
         name, start, stop = self.feature.name, self.filled, self.filled + len(array)
         if self.offsets is not None:
             lengths, elements = lists(name, array)
-            place = _in_lists(lengths, place)
+            place = places_in_lists(lengths, place)
             if self.parallel:
                 elements, *others = structs(name, elements, (ROW, *self.parallel))
                 for (other, parts), numbers in zip(self.parallel.items(), others, strict=True):
@@ -306,7 +303,7 @@ def places(index: str, first: int) -> Place:
     return lambda row: f"{index} {first + row}"
 
 
-def _in_lists(lengths: np.ndarray, place: Place) -> Place:
+def places_in_lists(lengths: np.ndarray, place: Place) -> Place:
     """Those of the elements of lists with these lengths."""
     return lambda element: place(int(np.searchsorted(np.cumsum(lengths), element, "right")))
 
@@ -321,6 +318,22 @@ def within(name: str, array: pa.Array, low: int, high: int, place: Place) -> np.
     if len(values) and not low <= values.min() <= values.max() < high:
         wrong = int(np.argmax((values < low) | (values >= high)))
         raise ValueError(f"column {name} has {values[wrong]} at {place(wrong)}; it must be from {low} to {high - 1}")
+    return values
+
+
+def later_users(array: pa.Array, count: int) -> np.ndarray:
+    """Returns which of the `count` users each row of what was appended is of. ValueError if they are not in order."""
+    users = within("user_index", array, 0, count, lambda row: f"row {row}")
+    if (np.diff(users) <= 0).any():
+        raise ValueError("its users are not in order")
+    return users
+
+
+def times_of(array: pa.Array, lengths: np.ndarray, place: Place) -> np.ndarray:
+    """Returns the times of users with these numbers of actions. ValueError for other values, and for times that
+    decrease."""
+    values = within("timestamps", array, 1 - LATEST, LATEST, place)
+    _require_oldest_first("timestamps", values, lengths, place)
     return values
 
 
@@ -365,6 +378,8 @@ def finite(name: str, array: pa.Array) -> np.ndarray:
 
 def require_order(indices: pa.Array, start: int, stop: int) -> None:
     if not np.array_equal(indices.to_numpy(zero_copy_only=False), np.arange(start, stop)):
+        if not pa.types.is_integer(indices.type):
+            raise ValueError(f"its rows are numbered by values of type {indices.type}, not int64")
         raise ValueError(f"its rows are not {start} to {stop - 1} in order")
 
 

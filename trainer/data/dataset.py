@@ -78,11 +78,12 @@ its value is the number of bits of the time since the user's previous action, in
 for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. `user`, of owner user, is the raw_user_id, or
 user_index where there is none. Where the schema has a feature or table of one of these names, only that one counts.
 
-`load_dataset` needs of dataset.json the entries up to schema, and the columns not called optional. A list may be a
-large_list; integers and floats may have any width; text may be large_string, string_view, a dictionary, or integers,
-which are read as their digits. Users, items and the values of vocabularies are in the order of their raw ids and texts:
-by number where all are digits, else by their UTF-8 bytes; those that were appended stand behind them, in the same order
-among themselves. repeated_targets is computed where there is no sha256.
+`load_dataset` needs of dataset.json the entries up to schema, and the columns not called optional; other entries may be
+null. `check.py` finds all that a directory lacks. A list may be a large_list; integers and floats may have any width;
+text may be large_string, string_view, a dictionary, or integers, which are read as their digits. Users, items and the
+values of vocabularies are in the order of their raw ids and texts: by number where all are digits, else by their UTF-8
+bytes; those that were appended stand behind them, in the same order among themselves. repeated_targets is computed
+where it is left out or there is no sha256.
 
 The last three entries are optional too: other writers may leave them out. Where there is one of them, all files are
 read and compared with their digests before anything else is read of them, and a Parquet file that is not listed is
@@ -325,19 +326,21 @@ def stored_values(path: Path, schema: Schema, table: str, kept: np.ndarray | Non
 def encoders_of(path: Path, schema: Schema) -> dict[str, TextEncoder]:
     """Those of the features of texts of the dataset at `path`, by name. ValueError for a projection that is missing or
     is not of its feature."""
-    found = {}
-    for feature in (of for of in schema.features if of.form.of_texts):
-        projection, name = None, f"{PROJECTIONS}/{feature.name}.parquet"
-        if feature.encoder == NGRAMS:
-            with reading(path, name), pq.ParquetFile(path / name) as table:
-                require_plausible(table, path / name, ())
-                rows = table.read(["row"])["row"].combine_chunks()
-                lengths, numbers = lists("row", rows)
-                if len(rows) != BUCKETS or (lengths != feature.width).any():
-                    raise ValueError(f"its rows are not {BUCKETS} of {feature.width} numbers")
-                projection = finite("row", numbers).reshape(BUCKETS, feature.width).copy()
-        found[feature.name] = TextEncoder.of(feature, projection)
-    return found
+    return {of.name: encoder_of(path, of) for of in schema.features if of.form.of_texts}
+
+
+def encoder_of(path: Path, feature: Feature) -> TextEncoder:
+    """As `encoders_of`, for one feature of texts."""
+    if feature.encoder != NGRAMS:
+        return TextEncoder.of(feature, None)
+    name = f"{PROJECTIONS}/{feature.name}.parquet"
+    with reading(path, name), pq.ParquetFile(path / name) as table:
+        require_plausible(table, path / name, ())
+        rows = table.read(["row"])["row"].combine_chunks()
+        lengths, numbers = lists("row", rows)
+        if len(rows) != BUCKETS or (lengths != feature.width).any():
+            raise ValueError(f"its rows are not {BUCKETS} of {feature.width} numbers")
+        return TextEncoder.of(feature, finite("row", numbers).reshape(BUCKETS, feature.width).copy())
 
 
 def raw_user_ids_of(path: Path) -> Iterator[pa.Array]:
@@ -371,10 +374,10 @@ def load_dataset(path: str | Path) -> Dataset:
         schema = schema_of(description, num_items)
     for table in schema.tables:
         if table.name != ITEM:
-            _check_vocabulary(path, table.name, table.rows)
+            check_vocabulary(path, table.name, table.rows)
     if arrays is None:
         size = _size(schema, num_users, num_items, actions)
-        arrays = kept(path, size, lambda: _read(path, schema, description))
+        arrays = kept(path, size, lambda: read_arrays(path, schema, description))
     columns: dict[str, dict[str, Column]] = {"item": {}, "user": {}, "event": {}}
     for feature in schema.features:
         if feature.name != ITEM:
@@ -388,14 +391,19 @@ def load_dataset(path: str | Path) -> Dataset:
         arrays["offsets"],
         arrays["timestamps"],
         schema,
-        # Only what has a digest is as it was written.
-        description["repeated_targets"]
-        if "sha256" in description and APPENDED not in description
-        else repeated_targets(arrays["offsets"], arrays["items"]),
+        _stated_repeats(description) or repeated_targets(arrays["offsets"], arrays["items"]),
         item_features=columns["item"],
         user_features=columns["user"],
         event_features=columns["event"],
     )
+
+
+def _stated_repeats(description: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """Returns the shares of repeated targets in dataset.json, or None if they are left out, or if no digest says that
+    they are as they were written."""
+    stated = description.get("repeated_targets") or {}
+    whole = "sha256" in description and not description.get(APPENDED)
+    return stated if whole and {"validation", "test"} <= stated.keys() else None
 
 
 def _size(schema: Schema, num_users: int, num_items: int, actions: int) -> int:
@@ -404,7 +412,8 @@ def _size(schema: Schema, num_users: int, num_items: int, actions: int) -> int:
     return 8 * (num_users + actions) + sum(4 * rows[of.owner] * max(1, of.width) for of in schema.features)
 
 
-def _read(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:
+def read_arrays(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:
+    """Returns all arrays of a dataset. ValueError for a file of sequences or items that is not as documented."""
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
     parts, appended = sorted((path / "sequences").glob("*.parquet")), sorted((path / APPENDED).glob("*"))
     _require_counts(path, parts, [folder / "sequences.parquet" for folder in appended], schema, num_users, actions)
@@ -480,7 +489,8 @@ def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, ColumnR
     return readers
 
 
-def _check_vocabulary(path: Path, name: str, rows: int) -> None:
+def check_vocabulary(path: Path, name: str, rows: int) -> None:
+    """ValueError if the files of a table's values cannot be read, or do not have this number of rows."""
     found = 0
     for file in files_of(path, f"vocabularies/{name}.parquet"):
         with reading(path, name_of(path, file)), pq.ParquetFile(file) as table:

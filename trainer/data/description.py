@@ -12,12 +12,13 @@ import pyarrow as pa
 
 from logitmix.common.checked import Checked, check_file, entry_of, require_entry
 from logitmix.common.files import from_json, other_kind, parse_json
-from logitmix.common.mappings import first_line, from_mapping
+from logitmix.common.mappings import brief, first_line, from_mapping
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.data.arrays import FOLDER
 from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.registry import source_of
+from logitmix.trainer.data.times import UNITS
 
 FORMAT = Checked("logitmix dataset", 3)
 APPENDED, PROJECTIONS, WAITING = "appended", "projections", "waiting.parquet"
@@ -56,8 +57,28 @@ def entries_of(path: Path, files: Iterable[Path]) -> dict[str, Any]:
 
 
 def read_description(path: Path, sequences: bool = True) -> dict[str, Any]:
-    """The content of dataset.json, once all files have been compared with its digests, if it has any; of those with
-    actions sizes alone without `sequences`. ValueError as `load_dataset` raises it."""
+    """Returns the content of dataset.json, after comparing all files with its digests, if it has any.
+
+    Args:
+        path: The dataset directory.
+        sequences: If False, only the sizes of files with actions are compared.
+
+    Raises:
+        ValueError: As `load_dataset` raises it.
+    """
+    content, description = parsed_description(path)
+    for problem in problems_of_description(path, content, description, sequences):
+        broken(path, problem)
+    return description
+
+
+def parsed_description(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Returns the bytes of dataset.json and what they say, of which nothing is checked.
+
+    Raises:
+        ValueError: If there is no dataset.json, if it is not a JSON object, if the directory is a run, or if something
+            else than a file has the name of a Parquet file.
+    """
     file = path / "dataset.json"
     # A run has a copy of its dataset's.
     if (path / "config.toml").is_file():
@@ -68,17 +89,57 @@ def read_description(path: Path, sequences: bool = True) -> dict[str, Any]:
     content = file.read_bytes()
     try:
         description = parse_json(content, "dataset.json")
+        if not isinstance(description, dict):
+            raise ValueError(f"dataset.json is {brief(description)}, not a JSON object")
     except ValueError as error:
         broken(path, str(error))
-    if isinstance(description, dict) and description.keys() & DIGESTS:
-        _check_digests(path, content, sequences)
-    version = description.get("format_version") if isinstance(description, dict) else None
-    if version != FORMAT.version:
-        broken(path, f"it is of format version {version}, and this logitmix reads {FORMAT.version}")
+    return content, description
+
+
+def problems_of_description(
+    path: Path, content: bytes, description: Mapping[str, Any], sequences: bool = True
+) -> Iterator[str]:
+    """Yields what is wrong with a parsed dataset.json, and which files differ from its digests; `sequences` is as for
+    `read_description`."""
+    if description.keys() & DIGESTS:
+        yield from _problems_of_files(path, content, sequences)
+    if (version := description.get("format_version")) != FORMAT.version:
+        yield f"it is of format version {brief(version)}, and this logitmix reads {FORMAT.version}"
+        return
     for key, kind in (("name", str), ("users", int), ("items", int), ("actions", int)):
         if type(description.get(key)) is not kind or (kind is int and not 0 <= description[key] < 2**48):
-            broken(path, f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}")
-    return description
+            yield f"dataset.json has no {key} that is {'text' if kind is str else 'a count'}"
+    appended = description.get(APPENDED) or []
+    if not isinstance(appended, list) or not all(isinstance(part, dict) for part in appended):
+        yield f"dataset.json: {APPENDED} is {brief(appended)}; it must be a list of objects"
+        appended = []
+    for part in (description, *appended):
+        yield from _problems_of_optional_entries(part)
+
+
+def _problems_of_optional_entries(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which of the optional entries that are read later, of the dataset or of what was appended, are not as
+    documented. An entry that is null counts as left out."""
+    names = ("repeated_targets", "times", "source", "filters")
+    objects = {name: part[name] for name in names if part.get(name) is not None}
+    for name, entry in objects.items():
+        if not isinstance(entry, dict):
+            yield f"dataset.json: {name} is {brief(entry)}; it must be an object"
+            objects[name] = {}
+    shares = objects.get("repeated_targets", {})
+    if not all(type(share) in (int, float) for share in shares.values()):
+        yield f"dataset.json: repeated_targets is {brief(shares)}; it must have a number for each part"
+    times = objects.get("times", {})
+    if times.get("unit") not in (None, *UNITS):
+        yield f"dataset.json: times.unit is {brief(times['unit'])}; it must be null or one of {', '.join(UNITS)}"
+    for edge in ("first", "last"):
+        if type(times.get(edge, 0)) is not int:
+            yield f"dataset.json: times.{edge} is {brief(times[edge])}; it must be a whole number"
+    digests = objects.get("source", {}).get("sha256", {})
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        yield f"dataset.json: source.sha256 is {brief(digests)}; it must have a text for each file"
+    if not isinstance(shown := objects.get("filters", {}).get("shown", []), list):
+        yield f"dataset.json: filters.shown is {brief(shown)}; it must be a list"
 
 
 def _require_files(path: Path) -> None:
@@ -90,29 +151,32 @@ def _require_files(path: Path) -> None:
             broken(path, f"{name_of(path, file)} is a {kind}, not a file")
 
 
-def _check_digests(path: Path, content: bytes, sequences: bool) -> None:
-    """ValueError for the first file that differs from the digests of dataset.json, which itself comes first."""
+def _problems_of_files(path: Path, content: bytes, sequences: bool) -> Iterator[str]:
+    """Yields which files differ from the digests of dataset.json, which itself comes first."""
     try:
         files = FORMAT.parse(content, "dataset.json").get("files")
         if not isinstance(files, dict):
             raise ValueError("dataset.json has no list of files")
-        for name, entry in files.items():
-            require_entry(entry, f"dataset.json: files.{name:.80}")
-            try:
-                of_actions = fnmatch(name, "sequences/*") or fnmatch(name, f"{APPENDED}/*/sequences.parquet")
-                check_file(path / name, entry, "dataset.json", name, content=sequences or not of_actions)
-            except OSError as error:
-                raise ValueError(f"{name} cannot be read ({first_line(error)})") from None
-        for file in sorted(path.rglob("*.parquet")):
-            if (name := name_of(path, file)) not in files:
-                raise ValueError(f"{name} is not in the list of files in dataset.json")
     except ValueError as error:
-        broken(path, str(error))
+        yield str(error)
+        return
+    for name, entry in files.items():
+        try:
+            require_entry(entry, f"dataset.json: files.{name:.80}")
+            of_actions = fnmatch(name, "sequences/*") or fnmatch(name, f"{APPENDED}/*/sequences.parquet")
+            check_file(path / name, entry, "dataset.json", name, content=sequences or not of_actions)
+        except OSError as error:
+            yield f"{name} cannot be read ({first_line(error)})"
+        except ValueError as error:
+            yield str(error)
+    for file in sorted(path.rglob("*.parquet")):
+        if (name := name_of(path, file)) not in files:
+            yield f"{name} is not in the list of files in dataset.json"
 
 
 def require_plugins_of(path: Path, description: Mapping[str, Any]) -> None:
     """ValueError that names a plugin that kinds of the dataset's features come from, if this process lacks it."""
-    needed = description.get("plugins", {})
+    needed = description.get("plugins") or {}
     if not isinstance(needed, dict) or not all(isinstance(version, str) for version in needed.values()):
         broken(path, "dataset.json: plugins are not versions by name")
     require_plugins(needed, str(path))
@@ -132,15 +196,28 @@ def reading(path: Path, file: str) -> Iterator[None]:
     """Adds the names of the dataset and the file to errors."""
     try:
         yield
+    except BrokenDataset:
+        raise
+    except FileNotFoundError:
+        broken(path, f"{file} is missing")
     except (pa.ArrowException, OSError) as error:
         broken(path, f"{file} cannot be read ({first_line(error)})")
     except (ValueError, MemoryError) as error:
         broken(path, f"{file}: {error}")
 
 
+class BrokenDataset(ValueError):
+    """Says what is wrong with a dataset directory, and the command that makes it again."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        again = f"{_command(path)} --overwrite{_and_append(path)}"
+        super().__init__(f"{path}: {problem}; make it again with: {again}")
+        self.problem = problem
+        """What is wrong alone."""
+
+
 def broken(path: Path, problem: str) -> NoReturn:
-    again = f"{_command(path)} --overwrite{_and_append(path)}"
-    raise ValueError(f"{path}: {problem}; make it again with: {again}") from None
+    raise BrokenDataset(path, problem) from None
 
 
 def _and_append(path: Path) -> str:

@@ -120,7 +120,7 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
     """Fills the directory with a dataset and the actions that follow it, which are prepared by themselves at first."""
     later = staging / "later"
     known, schema = read_for_appending(before)
-    if (was := known.get("filters", {}).get(SHOWN, [])) != list(options.shown):
+    if (was := (known.get("filters") or {}).get(SHOWN, [])) != list(options.shown):
         given = " ".join(f"--shown {shlex.quote(of)}" for of in was)
         raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()

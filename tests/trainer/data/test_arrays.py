@@ -23,9 +23,9 @@ from logitmix.trainer.data.prepare import prepare
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The datasets whose Parquet files are read, which all count as large."""
     paths: list[Path] = []
-    read: Callable[..., Any] = dataset._read
+    read: Callable[..., Any] = dataset.read_arrays
     monkeypatch.setattr(arrays, "LARGE", 0)
-    monkeypatch.setattr(dataset, "_read", lambda path, *more: paths.append(path) or read(path, *more))
+    monkeypatch.setattr(dataset, "read_arrays", lambda path, *more: paths.append(path) or read(path, *more))
     return paths
 
 

@@ -111,8 +111,8 @@ def read(
         # `prepare` has read it, and compared all files with their digests.
         before = from_json((Path(options.append) / "dataset.json").read_text(encoding="utf-8"))
         joins = joins_of(schema_of(before, before["items"]).features)
-        times = parts_of(before)[-1].get("times")
-        first = times["last"] + 1 if times and not times["unit"] else 0
+        times = parts_of(before)[-1].get("times") or {}
+        first = times.get("last", -1) + 1 if not times.get("unit") else 0
     else:
         joins = joins_of(read_schema(options.schema))
     if gathered:
