@@ -131,8 +131,13 @@ class Embedded(NamedTuple):
         return Embedded(self.vector_RD.detach(), [group_RD.detach() for group_RD in self.groups])
 
     def take(self, index: Tensor | slice) -> "Embedded":
-        """Some of them, by place."""
-        return Embedded(self.vector_RD[index], [group_RD[index] for group_RD in self.groups])
+        """Returns those at the given places."""
+        return Embedded(_taken(self.vector_RD, index), [_taken(group_RD, index) for group_RD in self.groups])
+
+
+def _taken(of_RD: Tensor, index: Tensor | slice) -> Tensor:
+    # On CUDA the gradient of `index_select` takes two kernels, and that of a tensor in brackets eight.
+    return of_RD.index_select(0, index) if isinstance(index, Tensor) else of_RD[index]
 
 
 class FeatureEmbeddings(nn.Module):
