@@ -2,6 +2,7 @@ import functools
 import gc
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,18 @@ TO_END = 5.0
 """Seconds for the last test's processes to end."""
 OTHERS = ("torchelastic_*", "torchx_*", "torchinductor_*", "pymp-*", ".ses")
 """What torchrun, torchx, torch, Python's multiprocessing and onnxruntime keep among temporary files."""
+
+ENVIRONMENT = {"TZ": "UTC", "LANG": "C.UTF-8", "TERM": "xterm", "COLUMNS": "80"}
+KEPT = re.compile(
+    "PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|CC|CXX|JAVA_HOME|PYTHONDONTWRITEBYTECODE|(?i:.*_proxy)|"
+    "(SSL|REQUESTS|CURL)_.*|(PIP|PYTEST|LOGITMIX|CUDA|NVIDIA)_.*"
+)
+"""Variables that tests and what they start have: those that find programs, files, the network and GPUs stay. No other
+that a shell has exported, such as OMP_NUM_THREADS, may decide whether a test passes."""
+kept = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
+os.environ.clear()
+os.environ.update(kept | ENVIRONMENT)
+time.tzset()
 
 with pytest.MonkeyPatch.context() as patch:
     # Only this package of the repository is imported under its bare name.

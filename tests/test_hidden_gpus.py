@@ -56,8 +56,7 @@ def test_ranks_see_none() -> None:
 def test_only_tests_for_gpus_see_one(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
     (tmp_path / "torch.py").write_text(TORCH)
-    path = os.pathsep.join([str(tmp_path), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE}"}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     words = [sys.executable, "-m", "pytest", "-p", "torch", "-p", "conftest", "-p", "no:cacheprovider"]
     words += ["-o", "markers=long\ngpu", f"--basetemp={tmp_path / 'base'}", "test_planted.py"]

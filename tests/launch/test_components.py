@@ -56,10 +56,6 @@ def as_the_trainer(folder: Path, entry: str) -> None:
     file.write_text(entry)
 
 
-def before_all(folder: Path) -> str:
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def torchx(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [BIN / "torchx", "run", *words],
@@ -246,7 +242,7 @@ def test_train_runs_on_two_processes(tmp_path: Path, more: tuple[str, ...]) -> N
     each rank says is shown, and is in the run directory."""
     as_the_trainer(tmp_path, ENTRY)
     words = ("-s", "local_cwd", f"{COMPONENTS}:train", "-j", "1x2", "--", "demo-mol", "--run", "a b", *more)
-    result = torchx(*words, cwd=tmp_path, PYTHONPATH=before_all(tmp_path))
+    result = torchx(*words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert (result.returncode != 0) == ("planted failure" in result.stderr) == bool(more), result.stderr
     for rank in (0, 1):
         said = f"rank {rank} of 2 {['train', 'demo-mol', '--run', 'a b', *more, '--train.stop-seconds', '600']}"
@@ -263,7 +259,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_and_ends_with_torchx(tmp_path
     mark = ("LOGITMIX_TEST", str(tmp_path))
     job = subprocess.Popen(
         [BIN / "torchx", "run", "-s", "local_cwd", *words],
-        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": before_all(tmp_path), mark[0]: mark[1]},
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path), mark[0]: mark[1]},
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -90,7 +90,6 @@ def test_connections_are_shared_and_a_worker_that_dies_is_replaced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers_module, "PAUSE", 0.1)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with ExitStack() as stack, supervised(workers := fakes(2, tmp_path)) as (port, supervisor, statuses):
 
         def connect() -> socket.socket:

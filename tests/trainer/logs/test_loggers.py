@@ -178,10 +178,8 @@ def interrupted_and_resumed(config: Config, run: Path, name: str) -> list[tuple[
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_has_every_row_once(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_every_row_once(config: Config, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
-        monkeypatch.delenv(name, raising=False)
     run = tmp_path / "run"
     rows = interrupted_and_resumed(config, run, "mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{run / 'mlflow.db'}")
