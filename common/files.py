@@ -252,6 +252,37 @@ def in_turn(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
+def only_writer(out: Path) -> Iterator[None]:
+    """Holds the right to write `out`, a directory or a file, which the process loses when it is killed.
+
+    A hidden file beside `out` is locked. It is removed at the end, or by the next writer. If the file system has no
+    locks, two writers are not noticed.
+
+    Raises:
+        ValueError: If another process, or another thread of this one, writes `out`.
+    """
+    path = out.resolve()
+    lock = path.with_name(f".{path.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        while True:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process writes {out}; wait for it, or give another --out") from None
+            except OSError:
+                pass  # The file system has no locks.
+            # The writer before may have removed the file since it was opened.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                    break
+        held.callback(lock.unlink, missing_ok=True)
+        yield
+
+
+@contextmanager
 def held_alone(path: Path) -> Iterator[bool]:
     """Holds a directory for this process; False if another one does, or if the file system has no locks."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,9 +1,14 @@
+import errno
+import fcntl
 import hashlib
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from logitmix.common.files import (
     file_digest,
     former,
     from_json,
+    only_writer,
     restore,
     whole_directory,
     write_hashed,
@@ -292,3 +298,64 @@ def test_what_was_to_be_kept_by_a_killed_process_is_kept(
     there = [content_of(path) for path in (out, *former(out).values())]
     assert there in ([[{"b"}, {"a"}], [{"a"}, {"b"}]] if exchanges else [[{"b"}, {"a"}], [{"c"}, {"b"}, {"a"}]])
     assert not list(tmp_path.glob(".*"))
+
+
+def test_one_writes_at_a_time(tmp_path: Path) -> None:
+    """By whatever path."""
+    out = tmp_path / "new" / "out"
+    with only_writer(out), only_writer(out.parent / "other"):
+        (tmp_path / "link").symlink_to(out)
+        for path in (out, out.parent / ".." / "new" / "out", tmp_path / "link"):
+            with pytest.raises(
+                ValueError, match=f"^another process writes {path}; wait for it, or give another --out$"
+            ):
+                only_writer(path).__enter__()
+    with only_writer(out):
+        pass
+    assert entries(tmp_path) == {"new", "link"}
+
+
+def test_a_killed_writer_leaves_the_right_to_others(tmp_path: Path) -> None:
+    out, (reading, writing) = tmp_path / "out", os.pipe()
+    if not (child := os.fork()):
+        with only_writer(out):
+            os.write(writing, b"1")
+            signal.pause()
+        os._exit(0)
+    os.read(reading, 1)
+    with pytest.raises(ValueError, match="another process writes"):
+        only_writer(out).__enter__()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert entries(tmp_path) == {".out.lock"}
+    with only_writer(out):
+        pass
+    assert entries(tmp_path) == set()
+
+
+def test_only_one_of_many_writes(tmp_path: Path) -> None:
+    """Though each that ends removes the file that the others may have opened."""
+    inside = threading.Semaphore(1)
+
+    def write(number: int) -> int:
+        written = 0
+        while not written:
+            with suppress(ValueError), only_writer(tmp_path / "out"):
+                assert inside.acquire(blocking=False)
+                written += 1
+                inside.release()
+        return written
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(write, range(400))) == 400
+    assert entries(tmp_path) == set()
+
+
+def test_without_locks_all_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with only_writer(tmp_path / "out"), only_writer(tmp_path / "out"):
+        pass
+    assert entries(tmp_path) == set()

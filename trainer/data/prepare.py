@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from logitmix.common.files import clean_up, naming, whole_directory
+from logitmix.common.files import clean_up, naming, only_writer, whole_directory
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
@@ -96,13 +96,14 @@ def prepare(options: PrepareOptions, console: Console | None = None, engine: Eng
     Progress and malformed lines go to `console` (standard error).
     Raises ValueError with one line for anything wrong with the options or the source. Then nothing is left behind,
     except the list of malformed lines at `<out>.rejects.tsv` if these stopped the job. If the process is killed, `out`
-    is as it was or complete, and the next job removes what is left beside it.
+    is as it was or complete, and the next job removes what is left beside it. While it runs, no other one can write
+    `out`.
     """
     out = options.directory
     console = console or Console(stderr=True)
-    with alone(out):
+    _check_files(options)
+    with only_writer(out), alone(out):
         fetch_names(out)
-        _check_files(options)
         clean_up(out)
         before = fetch(options.append) if options.append else None
         if before is None or before.resolve() != out.resolve():

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from logitmix.common.checked import entry_of
-from logitmix.common.files import clean_up, in_turn, sync, whole_directory
+from logitmix.common.files import clean_up, in_turn, only_writer, sync, whole_directory
 from logitmix.common.storage import is_copy
 from logitmix.launch.processes import is_main
 from logitmix.modules.features import Values
@@ -70,8 +70,8 @@ def export_delta(
     """Writes what the export of a run, with a catalog if there is one, has that an earlier export, with the deltas that
     lie beside `out`, lacks; returns the content of its delta.json. The item cache, its precision and the names of the
     filterable columns are those of the earlier export. Alone, or under torchrun. Raises ValueError as `export` does, if
-    `out` exists, if the deltas beside it do not all follow the earlier export, if the model is another, and if nothing
-    differs.
+    `out` exists or another process writes it, if the deltas beside it do not all follow the earlier export, if the
+    model is another, and if nothing differs.
     """
     _require_folders(earlier, out)
     out = out.absolute()
@@ -80,10 +80,13 @@ def export_delta(
         # Of a process that was killed when its delta was complete.
         if left.with_name(left.name.removeprefix(".").removesuffix(WHOLE)).exists():
             shutil.rmtree(left, ignore_errors=True)
-    if out.exists():
-        raise ValueError(f"{out} exists already; give another --out: a delta is not replaced")
-    base = reader.read(earlier)
-    try:
+    with ExitStack() as held:
+        if is_main():
+            held.enter_context(only_writer(out))
+            held.callback(shutil.rmtree, whole, ignore_errors=True)
+        if out.exists():
+            raise ValueError(f"{out} exists already; give another --out: a delta is not replaced")
+        base = reader.read(earlier)
         columns = base.about.filterable
         cache, precision = base.about.item_cache, base.about.precision
         export(run, whole, True, which, cache, precision, filterable=columns, catalog=catalog)
@@ -93,20 +96,18 @@ def export_delta(
             clean_up(out)
             before, _ = with_deltas(base, out.parent)
             return write_delta(before, whole, out, _next_number(out.parent))
-    finally:
-        if is_main():
-            shutil.rmtree(whole, ignore_errors=True)
 
 
 def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False, keep: int | None = None) -> dict[str, Any]:
     """Writes the export that an earlier one and the deltas of a folder give, and returns its manifest: the same files
-    as those of a whole export, but for its extras. `keep` is as for `export`. ValueError if `out` must not be written,
-    if the deltas do not all follow the export, and where this processor computes other bits than that which
-    exported."""
+    as those of a whole export, but for its extras. `keep` is as for `export`. ValueError if `out` must not be written
+    or another process writes it, if the deltas do not all follow the export, and where this processor computes other
+    bits than that which exported."""
     _require_folders(earlier, folder, out)
     writer.require_keepable(out, keep)
     with ExitStack() as held:
         held.enter_context(in_turn(out))
+        held.enter_context(only_writer(out))
         # It may give the earlier export its name back.
         clean_up(out)
         writer.check_target(out, overwrite)

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.files import clean_up, held_alone, in_turn, publish, staging_path
+from logitmix.common.files import clean_up, held_alone, in_turn, only_writer, publish, staging_path
 from logitmix.common.mappings import counted
 from logitmix.common.messages import say
 from logitmix.common.storage import alone, fetch_names
@@ -117,9 +117,9 @@ def export(
     are if None. Requests can filter by the columns `filterable` of the catalog's table, or without one of the dataset;
     where there are none, a line says which there could be, but not for None. The items are those of the dataset
     directory that the run names, as the catalog changes them. Raises ValueError if `out` exists and must not be
-    overwritten, if the run has no intact checkpoint, if its refit is not finished or of other
-    epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra cannot
-    be made, or if the precision cannot hold the items' sides.
+    overwritten, if another process writes it, if the run has no intact checkpoint, if its refit is not finished or of
+    other epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra
+    cannot be made, or if the precision cannot hold the items' sides.
     """
     require_one_host(out)
     writer.require_keepable(out, keep)
@@ -167,6 +167,7 @@ def export(
         with ExitStack() as held:
 
             def begin() -> None:
+                held.enter_context(only_writer(out))
                 held.enter_context(alone(out))
                 fetch_names(out)
 

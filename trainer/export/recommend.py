@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import json_digest
-from logitmix.common.files import held_alone, sync, write_whole, writing_whole
+from logitmix.common.files import only_writer, sync, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
@@ -115,7 +115,8 @@ def served(place: str, asked: Asked) -> tuple[Path, Asked]:
         # Where there are filterable columns, a condition is on these.
         others = dataset_columns(load_dataset(data)) if asked.limit and asked.where else ()
         filterable = list(dict.fromkeys([*asked.limit, *others])) or None
-        export(found, found := _folder(asked) / "export", overwrite=True, filterable=filterable)
+        with only_writer(asked.out):
+            export(found, found := _folder(asked) / "export", overwrite=True, filterable=filterable)
     elif not (found / MANIFEST).is_file():
         raise ValueError(f"no run or export at {place}; give one that `logitmix train` or `logitmix export` made")
     elif not (asked.data or asked.similar_items):
@@ -161,9 +162,8 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     with ExitStack() as held:
 
         def begin() -> list[int]:
-            if not held.enter_context(held_alone(_folder(asked))):
-                raise ValueError(f"another process writes {asked.out}; wait for it, or give another --out")
-            return _missing(asked.parts, json.dumps(job), len(blocks))
+            held.enter_context(only_writer(asked.out))
+            return _missing(_folder(asked), json.dumps(job), len(blocks))
 
         missing = on_first_rank(begin, ranks)
 

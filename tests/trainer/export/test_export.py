@@ -15,7 +15,7 @@ import two_ranks
 from small_data import forget_digests
 
 from logitmix.comm.process_group import process_group
-from logitmix.common.files import file_digest
+from logitmix.common.files import file_digest, only_writer
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.serving.directory.delta import read_delta
@@ -160,6 +160,32 @@ def test_a_delta_from_an_earlier_export_gives_the_export_of_the_run(
     ):
         assert said in refusal(*words, *more)
     assert {of.name for of in deltas.iterdir()} == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "{run}", "--out", "{out}"],
+        ["export", "{run}", "--out", "{out}", "--overwrite"],
+        ["export", "{run}", "--delta-from", "{base}", "--out", "{out}"],
+        ["fold", "{base}", "--deltas", "{folder}", "--out", "{out}"],
+        ["recommend", "{run}", "--out", "{out}.csv"],
+        ["recommend", "{base}", "--out", "{out}.csv", "--similar-items"],
+    ],
+)
+def test_who_comes_second_to_a_directory_or_file_is_refused(
+    run: Path, tmp_path: Path, refusal: Callable[..., str], words: list[str]
+) -> None:
+    export(run, tmp_path / "base")
+    places = {"run": run, "base": tmp_path / "base", "out": tmp_path / "out", "folder": tmp_path}
+    words = [word.format(**places) for word in words]
+    out = Path(words[words.index("--out") + 1])
+    if "--overwrite" in words:
+        export(run, out)
+    before = {of.name for of in tmp_path.iterdir()}
+    with only_writer(out):
+        assert f"another process writes {out}; wait for it, or give another --out" in refusal(*words)
+    assert {of.name for of in tmp_path.iterdir()} <= before | {"out.csv.parts"}
 
 
 def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> None:
