@@ -4,7 +4,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
@@ -53,7 +53,7 @@ class PrepareOptions:
     UTC where they name no zone. "" takes the order of the rows."""
     time_format: str = ""
     """How the times are written, if not as numbers or in one of the usual ways (table only), in the letters of Python's
-    strptime: "%d %b %Y %H:%M:%S"."""
+    strptime: "%d %b %Y %H:%M:%S %z". %Z is UTC or GMT; other names of zones are ambiguous."""
     delimiter: str = ""
     """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
     one of , ; | and tab."""
@@ -167,7 +167,7 @@ def machine_memory() -> int:
 
 
 def _check_form(form: str) -> None:
-    moment = datetime(2024, 1, 31, 22, 30, 59)
+    moment = datetime(2024, 1, 31, 22, 30, 59, tzinfo=UTC)
     try:
         read = datetime.strptime(moment.strftime(form), form)
     except ValueError as error:

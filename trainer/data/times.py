@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from time import strptime
 from types import MappingProxyType
 from typing import Any
 
@@ -250,6 +251,9 @@ def _strptime(text: str, form: str) -> tuple[int, int] | None:
     """Seconds and nanoseconds."""
     try:
         time = datetime.strptime(text, form)
+        # strptime also takes the names of this machine's zone, and drops them.
+        if "%Z" in form and not time.tzinfo and (strptime(text, form).tm_zone or "UTC").upper() not in ("UTC", "GMT"):
+            return None
     except ValueError:
         return None
     gap = (time if time.tzinfo else time.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
