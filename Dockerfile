@@ -8,7 +8,7 @@
 # docker build -t logitmix-serve --target serve .             serving alone, without compilers and training
 # docker run --read-only --tmpfs /tmp -v "$PWD/exports:/exports:ro" -p 8080:8080 logitmix-serve demo-mol
 #
-# --build-arg TORCH=torch-cuda takes the public torch for it, where there is no index of CPU wheels.
+# --build-arg TORCH=cuda takes the public torch for it, where there is no index of CPU wheels.
 FROM python:3.11.15-slim-trixie@sha256:90744cff8f32887f075c47d747a173ff333e9e98801667af93c357fa9f5e28ff AS python
 # Asks `logitmix serve` on its usual port, and no proxy of the environment. With --tls-client-ca, docker run
 # --no-healthcheck.
@@ -23,16 +23,11 @@ ENV PIP_NO_CACHE_DIR=1
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev
 WORKDIR /opt/logitmix
-# The packages in a layer of their own, which changes of the code leave as it is. Their versions are those of the lists;
-# pip takes their hashes for whole lists alone. Serving imports no pyarrow.
-COPY pyproject.toml ./
+# The packages in a layer of their own, which changes of the code leave as it is.
 COPY requirements requirements
 RUN python -m venv --without-pip /opt/serve \
- && sed -n 's/^\([a-z0-9-]*=\{2,3\}[^ ]*\) .*/\1/p' requirements/$TORCH.txt requirements/common.txt requirements/dev.txt \
-    > /tmp/versions.txt \
- && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*{*p['dependencies'], *p['optional-dependencies']['serve']} - {'pyarrow'}, sep='\n')" > /tmp/needed.txt \
- && pip --python /opt/serve install --constraint /tmp/versions.txt --requirement /tmp/needed.txt
+ && pip --python /opt/serve install --no-deps --require-hashes \
+    --requirement requirements/torch-$TORCH.txt --requirement requirements/serve.txt
 COPY . .
 RUN pip --python /opt/serve install --no-deps --no-build-isolation --prefix /opt/code .
 

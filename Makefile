@@ -32,7 +32,7 @@ install: $(INSTALLED)
 $(LOCKED): $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "logitmix needs Python 3.11 or newer: make PYTHON=…")'
 	$(PYTHON) -m venv --clear .venv
-	@list=$(ACCELERATOR); small=$$(grep -o '^torch==[^ ]*' requirements/cpu.txt); \
+	@list=$(ACCELERATOR); small=$$(grep -o '^torch==[^ ]*' requirements/torch-cpu.txt); \
 	if [ $$list = cpu ] && ! .venv/bin/pip install --quiet --dry-run --no-deps $$small >/dev/null 2>&1; then \
 	  echo "pip finds no $$small: installing the public build with its CUDA libraries (5 GB). For the small one (1 GB)," \
 	    'set PIP_EXTRA_INDEX_URL to the index of CPU wheels (docs/install.md), remove .venv and start again.'; \

@@ -1183,16 +1183,43 @@ def test_answers_are_sent_at_once(server: Running) -> None:
     assert min(seconds[10:]) < 0.03
 
 
-def test_other_hosts_are_warned_of(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def told_at_the_start(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Returns the lines of a server that ends once it has started."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: sockets[0].close())
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        cli.main(["serve", str(folder), "--port", "0", "--host", "0.0.0.0"])
+        cli.main(["serve", *words, "--port", "0"])
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
             signal.signal(number, handler)
-    warning, url = capsys.readouterr().err.splitlines()
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(("mode", "owned", "warned"), [
+    (0o600, True, False), (0o644, True, True), (0o640, True, True), (0o440, False, False), (0o444, False, True),
+])  # fmt: skip
+def test_a_token_that_others_may_read_is_warned_of(
+    folder: Path, tmp_path: Path, mode: int, owned: bool, warned: bool,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In a volume of Kubernetes, the file is root's, and the group is that of the server."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+    if not owned:
+        monkeypatch.setattr("os.geteuid", lambda: file.stat().st_uid + 1)
+    *warnings, url = told_at_the_start([str(folder), "--token-file", str(file)], capsys, monkeypatch)
+    assert " on http://" in url and warnings == warned * [
+        f"logitmix: --token-file {file} may be read by other users of this machine (mode {mode:04o}); better: "
+        f"chmod go= {file}"
+    ]
+
+
+def test_other_hosts_are_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warning, url = told_at_the_start([str(folder), "--host", "0.0.0.0"], capsys, monkeypatch)
     assert warning == "logitmix: whoever reaches 0.0.0.0 can use this server, as there is no --token-file"
     assert re.search(r" on http://0\.0\.0\.0:\d+$", url)

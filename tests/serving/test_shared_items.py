@@ -416,6 +416,7 @@ def serving(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_a_shard_of_the_command_is_lost_and_comes_back(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
     (tmp_path / "token").write_text("secret" * 4)
+    (tmp_path / "token").chmod(0o600)
     secret = ["--token-file", str(tmp_path / "token")]
     expected = Retriever.load(exports["cached"]).rows(["id 7"], 9, stage1=40)
     body = json.dumps({"history": ["id 7"], "k": 9, "stage1": 40}).encode()

@@ -84,11 +84,14 @@ def run(words: list[str]) -> None:
             "serve is no job for torchrun: start --shard I/N on each host by itself, and one with --shards"
         )
     _check_shards(arguments)
-    from logitmix.serving.guards import Allowed, read_token
+    from logitmix.serving.guards import Allowed, exposed, read_token
     from logitmix.serving.workers import Worker, run_workers, say
 
     token, tls = read_token(path_of(arguments.token_file)) if arguments.token_file else "", _tls(arguments)
     worker = Worker.of_environment()
+    for flag, file in {} if worker else {"--token-file": arguments.token_file, "--tls-key": arguments.tls_key}.items():
+        if file and (line := exposed(flag, path_of(file))):
+            say(line)
     if arguments.workers > 1 and not worker:
         command = [sys.executable, "-P", "-m", "logitmix.trainer", *with_plugins(["serve", *words])]
         threads = threads_of_each(arguments.workers)
