@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -94,7 +95,7 @@ def process_group(
             _loopback_only() if place.one_host else nullcontext(),
             _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient) if chosen.type == "cuda" else nullcontext(),
         ):
-            since = time.monotonic()
+            since, hook = time.monotonic(), sys.excepthook
             try:
                 dist.init_process_group(
                     "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -109,6 +110,9 @@ def process_group(
                 raise LostRank(
                     f"rank {place.rank} tried for {waited:.1f} s to connect to the others: {why} ({first_line(error)})"
                 ) from None
+            if len(_MET) > 1 or not place.launched:
+                # torch puts the rank before each line of a traceback: once for each group that a process has had.
+                sys.excepthook = hook
             group = dist.group.WORLD
             assert group is not None
             if chosen.type == "cuda":

@@ -207,7 +207,7 @@ def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -
     )
     more = f"; and {len(names) - NAMED} more: {', '.join(names[NAMED:][:NAMED])}" if len(names) > NAMED else ""
     more += ", …" if len(names) > 2 * NAMED else ""
-    return f"the ranks differ: {said}{more}; start all of them with the same settings, dataset and versions"
+    return f"the ranks differ: {said}{more}; start all of them with the same settings, dataset and code"
 
 
 def unreachable(members: Mapping[int, Member]) -> str:

@@ -11,6 +11,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+PARTS = {
+    "logitmix.comm._fp8": "the FP8 codec",
+    "logitmix.modules._noise": "dropout",
+    "logitmix.modules._stage1": "stage 1",
+    "logitmix.modules.encoders._hstu": "HSTU's attention",
+    "logitmix.modules.losses._mol": "MoL's loss",
+    "logitmix.modules.similarity._mol_scores": "MoL's scores",
+}
+"""The libraries that setup.py builds, by module, and what each one computes, which plain torch does without it."""
+
 
 def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL | None:
     """The library of a module's name; None if it was not built (setup.py) or does not load. `functions` have the types

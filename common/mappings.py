@@ -132,7 +132,7 @@ def names_of_kind(classes: Mapping[str, Any], kind: object) -> set[str]:
     return {entry.name for cls in of_kind for entry in dataclasses.fields(cls)}
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of an error's message, which may be long or empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -1,13 +1,15 @@
 """Plugins: registries of what settings choose by name, and the files and modules that add to them.
 
 A plugin adds entries, such as `SCHEDULES["sqrt"] = sqrt`, when it is imported. Users name it by `--import FILE.py` or
-`--import MODULE`, or in the list `plugins` of a TOML file, or import it in Python. An installed package names its
-module in an entry point of the group logitmix.plugins. docs/extending.md has the registries.
+`--import MODULE`, or import it in Python. An installed package names its module in an entry point of the group
+logitmix.plugins. A TOML file names plugins in its list `plugins`; these are imported only if the command line names
+them too, or has the flag `--trust-plugins`. docs/extending.md has the registries.
 """
 
 import functools
 import operator
 import re
+import shlex
 import sys
 import traceback
 from collections import UserDict
@@ -42,6 +44,8 @@ class Plugin:
     reference: str
     """What `--import` finds it by, the file's absolute path or the module; empty for an installed package, which needs
     none, and for a script, which would run again."""
+    place: Path | None = None
+    """The file that its code is in, or the folder of its package; None if it has no file."""
 
 
 class Registry(UserDict[str, T]):
@@ -137,7 +141,7 @@ def named(reference: Any) -> Any:
         return reference
     try:
         return resolve_name(reference)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if reference.startswith("logitmix."):  # needs something that is not installed
             raise
         raise ValueError(f"{reference}: {_said(error)}") from None
@@ -147,6 +151,12 @@ _loaded: dict[str, Plugin] = {}
 """By name."""
 _importing: list[Plugin] = []
 """What is being imported: all that its modules register is its own."""
+_broken: dict[str, str] = {}
+"""By the entry point of an installed plugin that could not be imported: a line that says why. It is not tried again,
+because what it had registered before its error would be refused as registered twice."""
+TRUST = "--trust-plugins"
+_trusting: list[str] = []
+"""Not empty once the command line has said TRUST."""
 
 
 def plugins() -> list[Plugin]:
@@ -154,25 +164,89 @@ def plugins() -> list[Plugin]:
     return [_loaded[name] for name in sorted(_loaded)]
 
 
+def flags() -> list[str]:
+    """Returns the words by which another process gets the plugins of this one, and trusts as this one does."""
+    return [*(word for reference in references() for word in ("--import", reference)), *_trusting]
+
+
 def references() -> list[str]:
     """By which `--import` finds them, where they need it."""
     return [plugin.reference for plugin in plugins() if plugin.reference]
 
 
-def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
-    """Imports the installed plugins, and those given as files or modules, unless this process has them. A file that is
-    not there may be another of its name that was loaded, as on another host.
+def trust_plugins() -> None:
+    """From now on, `load_named` imports whatever files of settings name."""
+    _trusting[:] = [TRUST]
 
-    Raises ValueError, with `source` for those given, for a plugin that is not there, and for an exception in one, with
+
+def load_plugins(given: Iterable[str] = (), source: str = "--import") -> None:
+    """Imports the installed plugins, and those given (`load_given`). ValueError for one that cannot be imported."""
+    for line in load_installed():
+        raise ValueError(line)
+    load_given(given, source)
+
+
+def load_given(given: Iterable[str], source: str = "--import") -> None:
+    """Imports the plugins that are given as files or modules, unless this process has them. A file that is not there
+    may be another of its name that was loaded, as on another host.
+
+    Raises ValueError, which begins with `source`, for a plugin that is not there, and for an exception in one, with
     file and line.
     """
-    for entry in _installed(tuple((place, file_stamp(Path(place or "."))) for place in sys.path)):
-        _import_module(entry.module, f"the installed plugin {entry.dist.name if entry.dist else entry.name}")
     for name in given:
         if not name.endswith(".py"):
-            _import_module(name, source)
+            _import_module(name, source, "; pip install it, or give a file: --import FILE.py")
         elif Path(name).is_file() or Path(name).name not in _loaded:
             _import_file(Path(name), source)
+
+
+def load_installed() -> list[str]:
+    """Imports the installed plugins, unless this process has them. Returns a line for each one that cannot be imported,
+    which says why and how to go on."""
+    lines = []
+    for entry in _installed(tuple((place, file_stamp(Path(place or "."))) for place in sys.path)):
+        name = entry.dist.name if entry.dist else entry.name
+        if entry.value not in _broken:
+            try:
+                _import_module(entry.module, f"the installed plugin {name} is broken", "")
+            except ValueError as error:
+                _broken[entry.value] = f"{error}; install one that works, or go on without it: pip uninstall {name}"
+        if entry.value in _broken:
+            lines.append(_broken[entry.value])
+    return lines
+
+
+def load_named(names: Sequence[str], source: str) -> None:
+    """Loads the plugins that a file of settings names. To import a plugin is to run its code, and the file may be a
+    stranger's, so one that this process lacks is imported only after `trust_plugins`, and a line names it.
+
+    Args:
+        names: Files and modules, as `--import` takes them.
+        source: The file of settings, for messages.
+
+    Raises:
+        ValueError: A plugin is lacking and not trusted, or `load_plugins` refuses it.
+    """
+    load_plugins()
+    missing = lacking(names)
+    if missing and not _trusting:
+        gone = [name for name in missing if name.endswith(".py") and not Path(name).is_file()]
+        places = [f"PLACE/{Path(name).name}" if name in gone else name for name in missing]
+        imports = " ".join(f"--import {shlex.quote(place)}" for place in places)
+        raise ValueError(
+            f"{source} names a plugin, which is code, and the command line does not: add {imports} to run it, or "
+            f"{TRUST} to run all that is named there; in Python, import it before"
+        )
+    for name in missing:
+        say(f"{TRUST}: importing the plugin {name}, which {source} names")
+    load_plugins(names, source)
+
+
+def lacking(names: Iterable[str]) -> list[str]:
+    """Returns those of the plugins that this process does not have, by files and modules as `--import` takes them."""
+    return [
+        name for name in names if (Path(name).name not in _loaded if name.endswith(".py") else name not in sys.modules)
+    ]
 
 
 @functools.lru_cache(maxsize=1)
@@ -194,15 +268,16 @@ def require_plugins(needed: Mapping[str, str], source: str) -> None:
             say(f"{source} was made with the plugin {name} {version_of}, and here is {own}")
 
 
-def _import_module(name: str, source: str) -> None:
+def _import_module(name: str, source: str, remedy: str) -> None:
+    """`remedy`: what to do where there is no such module."""
     try:
         spec = find_spec(name)
     except ModuleNotFoundError:  # of a package around it
         spec = None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{source}: {_said(error)}") from None
     if spec is None:
-        raise ValueError(f"{source}: there is no module {name}; pip install it, or give a file: --import FILE.py")
+        raise ValueError(f"{source}: there is no module {name}{remedy}")
     file = spec.origin or ""
     _import(_plugin(name, file), file, source, lambda: import_module(name))
 
@@ -227,14 +302,14 @@ def _import(plugin: Plugin, file: str, source: str, run: Callable[[], object]) -
     _importing.append(plugin)
     try:
         run()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{source}: {_said(error, file)}") from None
     finally:
         _importing.pop()
     _loaded[plugin.name] = plugin
 
 
-def _said(error: Exception, file: str = "") -> str:
+def _said(error: BaseException, file: str = "") -> str:
     """File and line of an error in a plugin, and its message: the last line in `file`, if there is one."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not _IMPORTING_CODE.search(frame.filename)
@@ -243,8 +318,9 @@ def _said(error: Exception, file: str = "") -> str:
     places = [(frame.filename, frame.lineno) for frame in frames[-1:]]
     if isinstance(error, SyntaxError) and error.filename:
         places = [(error.filename, error.lineno)]
-    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return "".join(f"{name}:{line}: " for name, line in places) + kind + first_line(error)
+    message, kind = first_line(error), type(error).__name__
+    named = message if kind in ("ValueError", message) else f"{kind}: {message}"
+    return "".join(f"{name}:{line}: " for name, line in places) + named
 
 
 _IMPORTING_CODE = re.compile(rf"importlib|pkgutil\.py$|^{re.escape(__file__)}$")
@@ -260,20 +336,27 @@ def _registering(caller: Mapping[str, Any]) -> Plugin:
 
 def _plugin(module: str, file: str) -> Plugin:
     """What is known of a module, from where it was installed, or else from its file."""
-    package = module.partition(".")[0]
+    package, path = module.partition(".")[0], Path(file)
+    if not path.is_file():
+        place = None
+    else:
+        levels = module.count(".") + (path.name == "__init__.py")
+        place = path.resolve().parents[levels - 1] if levels else path.resolve()
     for entry in entry_points(group=GROUP):
         if entry.module.partition(".")[0] == package and entry.dist is not None:
-            return Plugin(entry.dist.name, entry.dist.version, "")
+            return Plugin(entry.dist.name, entry.dist.version, "", place)
     with suppress(PackageNotFoundError):
-        return Plugin(package, version(package), module)
-    if not Path(file).is_file():
+        return Plugin(package, version(package), module, place)
+    if place is None:
         return Plugin(module, "", "")
-    plugin = _of_file(Path(file))
+    plugin = _of_file(path)
     if module == "__main__":
         return replace(plugin, reference="")
     # A file within a package needs the package.
-    return replace(plugin, name=module, reference=module) if "." in module or plugin.name == "__init__.py" else plugin
+    if place.is_dir():
+        return replace(plugin, name=module, reference=module, place=place)
+    return plugin
 
 
 def _of_file(path: Path) -> Plugin:
-    return Plugin(path.name, file_digest(path)[:12], str(path.resolve()))
+    return Plugin(path.name, file_digest(path)[:12], str(path.resolve()), path.resolve())

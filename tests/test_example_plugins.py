@@ -53,9 +53,16 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
         and 'kind = "hinge"\n' in config
         and "margin = 2.0" in config
     )
-    assert json.loads(two_ranks.command(["evaluate", "run", "--json"], tmp_path))["ndcg@50"] == results["ndcg@50"]
-    two_ranks.command(["export", "run", "--out", "served"], tmp_path)
+    # The command line names them again, or trusts what the run names, in its ranks, too.
+    evaluate, trust = ["evaluate", "run", "--json"], "--trust-plugins"
+    assert json.loads(two_ranks.command([*evaluate, *given], tmp_path))["ndcg@50"] == results["ndcg@50"]
+    again = two_ranks.command([*evaluate, trust, "--processes", "2"], tmp_path)
+    assert json.loads(again)["ndcg@50"] == pytest.approx(results["ndcg@50"])
+    refused = two_ranks.command(evaluate, tmp_path, status=2)
+    assert "run/config.toml names a plugin, which is code, and the command line does not: add --import /" in refused
+    two_ranks.command(["export", "run", "--out", "served", trust], tmp_path)
     two_ranks.command(["report", "run", "--out", "report.html"], tmp_path)
+    assert "model.similarity.kind</td><td>bilinear" in (tmp_path / "report.html").read_text()
     found = two_ranks.command(["retrieve", "served", *given, "--history", "B1,B2", "--json", "-k", "5"], tmp_path)
     assert len(json.loads(found)) == 5
 
@@ -66,11 +73,11 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=needs):
         Retriever.load(tmp_path / "served")
     (tmp_path / "int8.py").unlink()
-    again = two_ranks.command(["evaluate", "run"], tmp_path, status=2)
-    place = re.escape(
-        f"run/config.toml: the plugin {tmp_path}/int8.py is not there; give the place: --import PLACE/int8.py"
-    )
-    assert re.fullmatch(f"logitmix: {place}\n", again)
+    given = [word for word in given if word not in ("--import", "int8.py")]
+    others = [word for name in given for word in ("--import", name)]
+    assert "add --import PLACE/int8.py to run it, or" in two_ranks.command([*evaluate, *others], tmp_path, status=2)
+    place = f"run/config.toml: the plugin {tmp_path}/int8.py is not there; give the place: --import PLACE/int8.py"
+    assert two_ranks.command([*evaluate, *others, trust], tmp_path, status=2).splitlines()[-1] == f"logitmix: {place}"
 
 
 def rounded() -> None:

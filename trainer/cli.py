@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from logitmix.common.driver import has_driver, why_it_does_not_load
 from logitmix.common.mappings import nearest
-from logitmix.common.messages import naming_urls, say_of_disk
-from logitmix.common.plugins import load_plugins
+from logitmix.common.messages import naming_urls, say, say_of_disk
+from logitmix.common.plugins import load_given, load_installed, trust_plugins
 from logitmix.common.versions import versions
 from logitmix.launch.processes import (
     STOPPED,
@@ -53,6 +53,8 @@ COMMANDS = (
 """Each is a module of `commands` with its `Arguments` and `run(words)`, loaded when it is called."""
 OPTIONS = ("-h", "--help", "--version", "--completion")
 """Instead of a command."""
+WITHOUT_PLUGINS = (*OPTIONS, "doctor")
+"""These work, too, where an installed plugin cannot be imported; doctor lists it."""
 
 USAGE = """\
 usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
@@ -78,6 +80,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   --version                                         of logitmix and the libraries that must match
   --completion bash|zsh                             a script that completes words (docs/install.md)
   --import FILE.py | --import MODULE                with every command: a plugin (docs/extending.md)
+  --trust-plugins                                   with every command: import the plugins that runs and recipes name
 
 datasets: {names}
 recipes:  {recipes}"""
@@ -96,6 +99,7 @@ MAPPING = ("export", "fold", "retrieve", "recommend", "serve", "update-items")
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in (*COMMANDS, *OPTIONS):
+        _load_plugins("--help")
         print(_usage(), file=sys.stderr)
         if words:
             print(f"\nlogitmix: no command {words[0]!r}{nearest(words[0], list(COMMANDS))}", file=sys.stderr)
@@ -108,8 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         try:
             with quietly(), naming_urls():
-                others, given = take_imports(words[1:])
-                load_plugins(given)
+                others, given, trusting = take_imports(words[1:])
+                if trusting:
+                    trust_plugins()
+                _load_plugins(words[0], given)
                 run(words[0], others)
         finally:
             sys.stdout.flush()
@@ -162,9 +168,18 @@ def run(command: str, words: list[str]) -> None:
         importlib.import_module(f"logitmix.trainer.commands.{command.replace('-', '_')}").run(words)
 
 
+def _load_plugins(command: str, given: Sequence[str] = ()) -> None:
+    """Imports the installed plugins and those given. ValueError for one that cannot be imported, unless it is an
+    installed one that the command can do without."""
+    for line in load_installed():
+        if command not in WITHOUT_PLUGINS:
+            raise ValueError(line)
+        if command != "doctor":
+            say(f"logitmix: {line}")
+    load_given(given)
+
+
 def _usage() -> str:
-    with contextlib.suppress(ValueError):  # which the commands say
-        load_plugins()
     return USAGE.format(names=", ".join(SOURCES), recipes=", ".join(recipe_names()))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from logitmix.comm.config import WireConfig
 from logitmix.common.mappings import (
     OTHER_SECTIONS,
+    brief,
     from_mapping,
     names_of_kind,
     nearest,
@@ -20,8 +21,8 @@ from logitmix.common.mappings import (
     require_from,
     to_mapping,
 )
-from logitmix.common.messages import require_no_secrets
-from logitmix.common.plugins import Kinds, Registry, load_plugins, references
+from logitmix.common.messages import require_no_secrets, say
+from logitmix.common.plugins import Kinds, Registry, lacking, load_named, references
 from logitmix.modules.config import ENCODERS, LOSSES, SIMILARITIES, ModelConfig, without_user_component
 from logitmix.modules.schema import ITEM, Schema, Table
 from logitmix.trainer.metrics import METRICS
@@ -453,8 +454,36 @@ def load_recipe(name: str) -> Config:
 
 
 def load_toml(text: str, source: str) -> Config:
-    """Imports the plugins that the list `plugins` names. Strict: unknown keys and wrong types are errors that name
-    `source` and the key."""
+    """The settings of a TOML file. The plugins in its list `plugins` are loaded by the rules of `load_named`. Strict:
+    unknown keys and wrong types are errors that name `source` and the key."""
+    tree, plugins = _parsed(text, source)
+    load_named(plugins, source)
+    return from_mapping(Config, tree, source)
+
+
+def settings_without_import(text: str, source: str) -> dict[str, Any]:
+    """Returns the settings of a TOML file by name, `flatten`ed, and imports no plugin that the file names. If this
+    process lacks one of them, what the settings may be is not known: they are as they stand there, but for those that
+    CHECKED_ALWAYS has, and a line says so. Raises ValueError as `load_toml` does."""
+    tree, plugins = _parsed(text, source)
+    if not (missing := lacking(plugins)):
+        return flatten(from_mapping(Config, tree, source))
+    say(f"{source} names the plugin {missing[0]}, which is not imported (--import): the settings are not checked")
+    defaults = flatten(Config())
+    settings = {name: defaults[name] for name in CHECKED_ALWAYS} | flatten(tree)
+    for name in CHECKED_ALWAYS:
+        wanted = type(defaults[name])
+        fits = type(settings[name]) is wanted and (wanted is not list or all(type(of) is str for of in settings[name]))
+        require(fits, f"{source}: {name}", brief(settings[name]), f"of type {wanted.__name__}")
+    return settings
+
+
+CHECKED_ALWAYS = ("data.validation", "data.negatives", "evaluate.metric", "train.seed")
+"""Settings by which runs are compared, and which are no plugin's kinds."""
+
+
+def _parsed(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
+    """The content of a TOML file but its list `plugins`, and this list."""
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -464,8 +493,7 @@ def load_toml(text: str, source: str) -> Config:
         isinstance(plugins, list) and all(isinstance(name, str) for name in plugins),
         f"{source}: plugins", plugins, "a list of files and modules",
     )  # fmt: skip
-    load_plugins(plugins, source)
-    return from_mapping(Config, tree, source)
+    return tree, plugins
 
 
 def dump_toml(config: Config) -> str:

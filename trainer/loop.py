@@ -128,7 +128,8 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         batches = training_batches(config, dataset, ranks, seen)
         of_negatives = on_first_rank_at_length(batches.said_of_explicit, ranks)
         config, why = choose_precision(config, run, batches, ranks)
-        start_run(run, config, dataset, ranks)
+        if line := start_run(run, config, dataset, ranks):
+            job.say(line)
         model = parallelize(dataset.schema, config, ranks, restored=begun)
         of_items = said_of_limit(config, dataset) if ranks.rank == 0 else ""
         said = start_block(dataset, model, why, batches.left_out, batches.places, of_negatives, of_items)

@@ -8,7 +8,7 @@ The column `hour` of clicks.csv has numbers from 0 to 24, and schema.toml says:
     [features.hour]
     kind = "hour"
 
-A run names its plugins, so `evaluate` and `export` need no --import; `retrieve`, `serve` and `update-items` do.
+`evaluate`, `export`, `retrieve`, `serve` and `update-items` need the same --import.
 """
 
 from math import pi

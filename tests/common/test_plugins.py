@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,14 +9,25 @@ import pytest
 
 from logitmix.common import plugins
 from logitmix.common.mappings import from_mapping
-from logitmix.common.plugins import Kinds, Plugin, Registry, load_plugins, require_plugins
+from logitmix.common.plugins import (
+    TRUST,
+    Kinds,
+    Registry,
+    flags,
+    load_installed,
+    load_named,
+    load_plugins,
+    require_plugins,
+    trust_plugins,
+)
 from logitmix.trainer.schedule import SCHEDULES
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing stays registered."""
-    monkeypatch.setattr(plugins, "_loaded", {})
+    for name, empty in (("_loaded", {}), ("_broken", {}), ("_trusting", [])):
+        monkeypatch.setattr(plugins, name, empty)
     before = dict(SCHEDULES.data)
     yield
     SCHEDULES.data = before
@@ -57,6 +69,7 @@ def test_a_file_is_loaded_once_and_is_known_by_its_digest(tmp_path: Path) -> Non
         ("\nhalf = (", r"half\.py:2: SyntaxError: '\(' was never closed"),
         ("import numpy\nnumpy.array([[1], [1, 2]])", r"half\.py:2: setting an array element with a sequence"),
         ("import of_nobody", r"half\.py:1: ModuleNotFoundError: No module named 'of_nobody'"),
+        ("import sys\nsys.exit('no')", r"half\.py:2: SystemExit: no"),
     ],
 )
 def test_a_mistake_in_a_plugin_is_a_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:
@@ -103,21 +116,82 @@ def test_a_module_that_a_program_imports_is_a_plugin(tmp_path: Path, monkeypatch
     del sys.modules["own_half"]
 
 
-def test_a_package_that_is_installed_needs_no_import(tmp_path: Path) -> None:
-    folder = tmp_path / "own-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.2\n")
-    (folder / "entry_points.txt").write_text("[logitmix.plugins]\nany = own_half\n")
-    written(tmp_path / "own_half.py", HALF)
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = HALF) -> None:
+    """A package that is a plugin, in a folder where modules are looked for; without its module if there is no text."""
+    info = folder / "own-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[logitmix.plugins]\nany = own_half\n")
+    if text:
+        written(folder / "own_half.py", text)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_a_package_that_is_installed_needs_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch)
     program = """
 import sys; sys.path.insert(0, sys.argv[1])
 from logitmix.common import plugins
 plugins.load_plugins()
 from logitmix.trainer.schedule import SCHEDULES
-print(plugins.plugins(), plugins.references(), SCHEDULES.find("half")(1))
+(own,) = plugins.plugins()
+print(own.name, own.version, own.place, own.reference, plugins.references(), SCHEDULES.find("half")(1))
 """
     ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == f"{[Plugin('own', '1.2', '')]} [] 0.5"
+    assert ran.stdout.strip() == f"own 1.2 {tmp_path}/own_half.py  [] 0.5"
+
+
+BREAKS = [
+    (HALF + "1 / 0", r"own_half\.py:3: ZeroDivisionError: division by zero"),
+    (HALF + "raise SystemExit", r"own_half\.py:3: SystemExit"),
+    ("", "there is no module own_half"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), BREAKS)
+def test_an_installed_package_that_is_broken_is_named_once(
+    text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, text)
+    (line,) = load_installed()
+    assert re.fullmatch(
+        rf"the installed plugin own is broken: .*{why}; install one that works, or go on without it: pip uninstall own",
+        line,
+    )
+    # What it registered before its error is not refused as registered twice.
+    assert load_installed() == [line] and plugins.plugins() == []
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        load_plugins()
+
+
+def test_what_a_file_names_is_imported_if_the_command_line_trusts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, gone = written(tmp_path / "half of it.py", HALF), str(tmp_path / "gone.py")
+    written(tmp_path / "own_module.py", HALF.replace("half", "other"))
+    monkeypatch.syspath_prepend(tmp_path)
+    message = (
+        "run/config.toml names a plugin, which is code, and the command line does not: add "
+        f"--import '{file}' --import PLACE/gone.py --import own_module to run it, or --trust-plugins to run all that "
+        "is named there; in Python, import it before"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_named([file, gone, "own_module"], "run/config.toml")
+    # Not even the package around a module is imported.
+    with pytest.raises(ValueError, match=r"add --import own_module\.within to run it"):
+        load_named(["own_module.within"], "run/config.toml")
+    assert not {"half", "other"} & {*SCHEDULES} and "own_module" not in sys.modules
+    load_plugins([file, "own_module"])
+    load_named([file, "own_module"], "run/config.toml")
+    assert capsys.readouterr().err == "" and flags() == ["--import", file, "--import", str(tmp_path / "own_module.py")]
+    del sys.modules["own_module"]
+
+    other = written(tmp_path / "third.py", HALF.replace("half", "third"))
+    trust_plugins()
+    for _ in range(2):
+        load_named([other], "run/config.toml")
+    assert "third" in SCHEDULES and flags()[-1] == TRUST
+    assert capsys.readouterr().err == f"--trust-plugins: importing the plugin {other}, which run/config.toml names\n"
 
 
 def test_an_entry_may_be_imported_when_it_is_needed() -> None:

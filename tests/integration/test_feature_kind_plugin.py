@@ -27,8 +27,8 @@ def test_the_hours_of_actions_are_a_feature(tmp_path: Path) -> None:
     assert "data needs the plugin hour.py (" in refused and "make it again" not in refused
     command([*train, *plugin], tmp_path)
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert json.loads(command(["evaluate", "run", "--json"], tmp_path))["mrr"] == results["mrr"]
-    command(["export", "run", "--out", "served"], tmp_path)
+    assert json.loads(command(["evaluate", "run", "--json", *plugin], tmp_path))["mrr"] == results["mrr"]
+    command(["export", "run", "--out", "served", *plugin], tmp_path)
 
     retrieve = ["retrieve", "served", "--history", "i1,i2", "--json"]
     assert "served needs the plugin hour.py (" in command(retrieve, tmp_path, status=2)

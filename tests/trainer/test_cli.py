@@ -1,5 +1,6 @@
 """The words of `logitmix train`: the settings that there are depend on the kinds of similarity and encoder."""
 
+import contextlib
 import gc
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitmix.common import plugins
 from logitmix.modules.config import (
     ENCODERS,
     LOSSES,
@@ -27,7 +29,7 @@ from logitmix.modules.config import (
     SASRecConfig,
 )
 from logitmix.trainer import cli
-from logitmix.trainer.commands import recipe_help, retrieve
+from logitmix.trainer.commands import doctor, recipe_help, retrieve
 from logitmix.trainer.commands.evaluate import show_metrics
 from logitmix.trainer.commands.options import importing
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
@@ -218,6 +220,39 @@ assert "torch" not in sys.modules
     for name in ("logitmix", "torch", "torchrec"):
         assert f"{name} {version(name)}" in said.split(", ")
     assert re.search(r", fbgemm-gpu(-cpu)? \d", said)
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "import sys; sys.exit(3)"])
+def test_a_broken_plugin_ends_no_command_that_does_without_it(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plugins, "_broken", {})
+    (tmp_path / "own-1.dist-info").mkdir()
+    (tmp_path / "own-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.2\n")
+    (tmp_path / "own-1.dist-info/entry_points.txt").write_text("[logitmix.plugins]\nany = own_broken\n")
+    (tmp_path / "own_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("logitmix.trainer.commands.doctor.examine", doctor._plugins)
+    line = f"logitmix: the installed plugin own is broken: {tmp_path}/own_broken.py:1: "
+    remedy = "; install one that works, or go on without it: pip uninstall own\n"
+    for words, status, out in (
+        (["--version"], 0, f"logitmix {version('logitmix')}, "),
+        (["--help"], 0, "usage: logitmix COMMAND"),
+        (["--completion", "bash"], 0, "_logitmix()"),
+        (["train", "--help"], 2, ""),
+        (["report", "run"], 2, ""),
+        ([], 2, ""),
+    ):
+        with contextlib.nullcontext() if status == 0 else pytest.raises(SystemExit, match=str(status)):
+            cli.main(words)
+        said = capsys.readouterr()
+        assert said.out.startswith(out) and bool(said.out) == bool(out)
+        first, *others = said.err.splitlines(keepends=True)
+        assert first.startswith(line) and first.endswith(remedy) and (not others or not words)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["doctor"])
+    said = capsys.readouterr()
+    assert said.out.startswith("broken  plugins      the installed plugin own is broken: ") and not said.err
 
 
 def test_help_breaks_its_lines_where_they_are_full(monkeypatch: pytest.MonkeyPatch, helped: Callable[..., str]) -> None:

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Mapping, Sequence
 
+from logitmix.common.plugins import TRUST
 from logitmix.trainer.commands.recipe_help import ALL, sections_of
 from logitmix.trainer.commands.words import flags_of
 from logitmix.trainer.config import Config, recipe_names
@@ -37,7 +38,7 @@ def completion(shell: str, commands: Sequence[str], others: Sequence[str]) -> st
     flags, values = [], []
     for command in commands:
         known = flags_of(importlib.import_module(f"logitmix.trainer.commands.{command.replace('-', '_')}").Arguments)
-        known |= {"--import": (), "--help": sections if command in ("train", "plan") else ()}
+        known |= {"--import": (), TRUST: (), "--help": sections if command in ("train", "plan") else ()}
         flags.append(f'    {command}) flags="{" ".join(known)}" ;;')
         values += [f'    *" {command} {flag}") values="{" ".join(of)}" ;;' for flag, of in known.items() if of]
         if command in named:

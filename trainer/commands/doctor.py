@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from logitmix.common.compiled import compiled_library, has_triton
+from logitmix.common.compiled import PARTS, compiled_library, has_triton
 from logitmix.common.driver import DRIVER, has_driver, why_it_does_not_load
 from logitmix.common.mappings import counted, first_line
+from logitmix.common.plugins import load_installed, plugins
 from logitmix.common.versions import versions
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
@@ -24,15 +25,6 @@ from logitmix.trainer.data.config import machine_memory
 State = Literal["ok", "slow", "absent", "broken"]
 """slow: it works, but would be faster. absent: some commands cannot run. broken: something that is there does not
 work."""
-PARTS = {
-    "logitmix.comm._fp8": "the FP8 codec",
-    "logitmix.modules._noise": "dropout",
-    "logitmix.modules._stage1": "stage 1",
-    "logitmix.modules.encoders._hstu": "HSTU's attention",
-    "logitmix.modules.losses._mol": "MoL's loss",
-    "logitmix.modules.similarity._mol_scores": "MoL's scores",
-}
-"""The compiled parts (setup.py)."""
 MATCHING = {"2.11": "1.6", "2.13": "1.8"}
 """Versions of torchrec and FBGEMM that have been run, by torch's."""
 OPTIONAL = {
@@ -86,6 +78,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield (libraries := _libraries())
     yield _compiled_parts()
+    yield from _plugins()
     yield _processor()
     yield _memory()
     yield (gpus := _gpus())
@@ -143,6 +136,16 @@ def _compiled_parts() -> Finding:
             remedy = f"{compiler} is here: install logitmix again with pip install --verbose, and read what it said"
         return Finding("compiled C", "slow", f"not built: {', '.join(missing)}; plain torch does it", remedy)
     return Finding("compiled C", "ok", ", ".join(PARTS.values()))
+
+
+def _plugins() -> Iterator[Finding]:
+    """A finding for each installed plugin that cannot be imported; if all can be, one that names them."""
+    lines = load_installed()
+    for line in lines:
+        yield Finding("plugins", "broken", line)
+    if not lines:
+        names = ", ".join(f"{plugin.name} {plugin.version}" for plugin in plugins())
+        yield Finding("plugins", "ok", names or "none")
 
 
 def _processor() -> Finding:

@@ -3,6 +3,8 @@ load, because every command begins so."""
 
 from collections.abc import Callable, Sequence
 
+from logitmix.common.plugins import TRUST
+
 
 def take(words: Sequence[str], is_wanted: Callable[[str], bool]) -> tuple[list[str], list[tuple[str, str]]]:
     """The words without the flags that are wanted and their values, and these, in order: `--flag VALUE` or
@@ -21,12 +23,13 @@ def take(words: Sequence[str], is_wanted: Callable[[str], bool]) -> tuple[list[s
     return left, taken
 
 
-def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line without `--import PLUGIN`, and these plugins. ValueError for one without a value."""
+def take_imports(words: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """The words of a command line without `--import PLUGIN` and `--trust-plugins`; these plugins; and whether it trusts
+    plugins. ValueError for an `--import` without a value."""
     left, taken = take(words, "--import".__eq__)
     if not all(plugin for _, plugin in taken):
         raise ValueError("--import needs a plugin: --import FILE.py, or --import MODULE")
-    return left, [plugin for _, plugin in taken]
+    return [word for word in left if word != TRUST], [plugin for _, plugin in taken], TRUST in left
 
 
 def last_value(words: Sequence[str], flag: str) -> str:

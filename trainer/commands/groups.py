@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from logitmix.trainer.config import Config, conditions_of, flatten
+from logitmix.trainer.config import conditions_of
 from logitmix.trainer.evaluation.intervals import FEWEST, Floats, middle, over_seeds, resampled_means
 from logitmix.trainer.metrics import METRICS
-from logitmix.trainer.run.folder import MAY_CHANGE, read_config, read_description, start_path
+from logitmix.trainer.run.folder import MAY_CHANGE, read_description, read_settings, start_path
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
 
@@ -31,7 +31,8 @@ class Run:
     """The parts of a run directory that the report shows."""
 
     path: Path
-    config: Config
+    settings: Mapping[str, Any]
+    """By name."""
     dataset: Mapping[str, Any]
     training: Sequence[Mapping[str, float]]
     validation: Sequence[Mapping[str, float]]
@@ -45,8 +46,10 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Reads a run directory; ValueError if there is none, or a file is damaged."""
-        config = read_config(path)
+        """Reads a run directory, without importing the plugins that it names; ValueError if there is none, or a file is
+        damaged."""
+        settings = read_settings(path)
+        has_first = any(name.startswith("start.") for name in settings) and not settings.get("warm_start")
         rows, start = read_rows(path), start_path(path) / "results.json"
         ranked = all((path / name).exists() for name in ("results.json", "test_ranks.json", "test_users.json"))
         ranks, users = (read_ranks(path), read_test_users(path)) if ranked else (None, [])
@@ -57,12 +60,12 @@ class Run:
             )
         return cls(
             path,
-            config,
+            settings,
             read_description(path),
             [row for row in rows if row["kind"] == "train"],
             [row for row in rows if row["kind"] == "validation"],
             read_results(path) if (path / "results.json").exists() else {},
-            read_results(start.parent)["seconds"] / 60 if config.first and start.exists() else 0.0,
+            read_results(start.parent)["seconds"] / 60 if has_first and start.exists() else 0.0,
             ranks,
             users,
         )
@@ -101,7 +104,7 @@ class Group:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        return {name: of for name, of in flatten(self.runs[0].config).items() if name not in NO_MATTER}
+        return {name: of for name, of in self.runs[0].settings.items() if name not in NO_MATTER}
 
     def values(self, metric: str) -> list[float]:
         """The test metric of each run that has it."""
@@ -118,7 +121,7 @@ class Group:
 
     @property
     def seeds(self) -> str:
-        return ", ".join(str(run.config.train.seed) for run in self.runs)
+        return ", ".join(str(run.settings["train.seed"]) for run in self.runs)
 
     @property
     def ranked(self) -> list[Run]:
@@ -177,10 +180,10 @@ def best_of(groups: Sequence[Group], metric: str) -> int | None:
 def differences(groups: Sequence[Group], metric: str) -> list[Difference | None]:
     """Of each group to the best one, over resamples of the users, the same ones for all groups, and of the runs of each
     group. None for the best one itself, and for those that are not ranked by the same rules for the same users of the
-    same dataset."""
+    same dataset, or where the metric is of a plugin that this process lacks."""
     found: list[Difference | None] = [None] * len(groups)
     at = best_of(groups, metric)
-    if at is None or not (best := groups[at]).ranked:
+    if at is None or metric not in METRICS or not (best := groups[at]).ranked:
         return found
     comparable = [group for group in groups if _comparable(group, best)]
     runs = [run for group in comparable for run in group.ranked]
@@ -230,10 +233,9 @@ def verdict(groups: Sequence[Group], metric: str, found: Sequence[Difference | N
     second = max(others, key=lambda place: others[place].mean(metric))
     next_one = f"{name_of(others[second], groups)} ({_figure(others[second], metric)})"
     if (to_second := found[second]) is None:
-        return (
-            f"It cannot be told which is best at {metric}: {own} ({_figure(best, metric)}) and {next_one} are not "
-            "ranked for the same users by the same rules."
-        )
+        differ = f"{own} ({_figure(best, metric)}) and {next_one} are not ranked for the same users by the same rules"
+        lacking = f"{metric} is of a plugin that was not imported (--import)"
+        return f"It cannot be told which is best at {metric}: {differ if metric in METRICS else lacking}."
     size = f"{-to_second.mean:+.4f}, 95 % interval {-to_second.high:+.4f} to {-to_second.low:+.4f}"
     unclear = [name_of(groups[place], groups) for place in others if (d := found[place]) and not d.is_clear]
     apart = sum(found[place] is None for place in others)

@@ -13,7 +13,7 @@ import tyro
 
 from logitmix.common.mappings import require
 from logitmix.common.messages import show
-from logitmix.common.plugins import references
+from logitmix.common.plugins import flags
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class ProcessesOption:
                 )
         elif self.processes > 1:
             threads = threads_of_each(self.processes) if isinstance(self, ItemProcessesOption) else 1
-            words = with_plugins([command, *words])
-            raise SystemExit(run_ranks(words, self.processes, threads))
+            raise SystemExit(run_ranks([command, *words, *flags()], self.processes, threads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +119,6 @@ def ranks_of(command: str) -> "Iterator[Ranks]":
 def excludes_history(rule: "HistoryRule") -> bool | None:
     """What a rule says to `serving.request.Options`."""
     return None if rule == "auto" else rule == "yes"
-
-
-def with_plugins(words: list[str]) -> list[str]:
-    """The words of a command for another process, which needs the plugins of this one."""
-    return [*words, *(word for plugin in references() for word in ("--import", plugin))]
 
 
 def threads_of_each(count: int) -> int:

@@ -35,7 +35,7 @@ from logitmix.trainer.commands.groups import (
     short_names,
     verdict,
 )
-from logitmix.trainer.config import COMPARED_WITH, flatten
+from logitmix.trainer.config import COMPARED_WITH
 from logitmix.trainer.run.folder import refit_path, start_path
 from logitmix.trainer.run.results import beside_baselines, cold_targets
 
@@ -82,7 +82,7 @@ def page(runs: Sequence[Run]) -> str:
 def _overview(groups: Sequence[Group]) -> str:
     """The verdict, and a row for each group: the metric that chooses checkpoints, and the settings that differ."""
     runs = [run for group in groups for run in group.runs]
-    metric, several = runs[0].config.evaluate.metric, len(runs) > len(groups)
+    metric, several = runs[0].settings["evaluate.metric"], len(runs) > len(groups)
     settings, found = differing(groups), differences(groups, metric)
     datasets = dict.fromkeys(_dataset(run) for run in runs)
     best, rows = best_of(groups, metric), []
@@ -151,7 +151,8 @@ def _results(groups: Sequence[Group]) -> str:
     for name, label in (("users", "users"), ("corpus", "items ranked"), ("step", "step of the checkpoint")):
         counts = [", ".join(dict.fromkeys(f"{int(of):,}" for of in group.values(name))) or NONE for group in groups]
         rows[name] = [label, *counts, *[""] * len(baselines)]
-    last = "" if all(run.config.data.validation for run in runs) else " (of a run without a validation part: the last)"
+    validated = all(run.settings["data.validation"] for run in runs)
+    last = "" if validated else " (of a run without a validation part: the last)"
     note = (
         f"Of the best checkpoint on validation{last}, over the whole corpus. The intervals of hit rates are 95 % "
         "Wilson intervals over the users ranked; they say nothing about other seeds. The other metrics have none."
@@ -178,7 +179,7 @@ def _results(groups: Sequence[Group]) -> str:
 
 def _by_group(groups: Sequence[Group]) -> str:
     """The metric that chooses checkpoints, for each group of the users."""
-    metric, baselines = groups[0].runs[0].config.evaluate.metric, _baselines(groups)
+    metric, baselines = groups[0].runs[0].settings["evaluate.metric"], _baselines(groups)
     results = [run.results for group in groups for run in group.runs]
     rows = []
     for name in dict.fromkeys(of.rpartition("/")[0] for one in results for of in one if of.startswith("groups/")):
@@ -245,7 +246,7 @@ Rows = Callable[[Run], Sequence[Mapping[str, float]]]
 
 
 def _curves(groups: Sequence[Group]) -> str:
-    metric = groups[0].runs[0].config.evaluate.metric
+    metric = groups[0].runs[0].settings["evaluate.metric"]
     charts = _over_steps_and_time(groups, "training loss", lambda run: run.training, "loss")
     for name in dict.fromkeys((metric, WIDE, "mrr")):
         charts += _over_steps_and_time(groups, f"validation {name}", lambda run: run.validation, name)
@@ -374,7 +375,7 @@ def _components(groups: Sequence[Group]) -> str:
 
 def _settings(groups: Sequence[Group]) -> str:
     """What is not in the first table: the settings that differ within the groups, and those that are all the same."""
-    flat = [[flatten(run.config) for run in group.runs] for group in groups]
+    flat = [[run.settings for run in group.runs] for group in groups]
     names = dict.fromkeys(name for group in flat for settings in group for name in settings)
     values = {
         name: [", ".join(dict.fromkeys(_value(of.get(name)) for of in group)) for group in flat] for name in names

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import tyro
 
 from logitmix.common.mappings import require
+from logitmix.common.plugins import flags
 from logitmix.common.storage import path_of
 from logitmix.launch.processes import launched
-from logitmix.trainer.commands.options import ExportPlace, importing, threads_of_each, with_plugins
+from logitmix.trainer.commands.options import ExportPlace, importing, threads_of_each
 from logitmix.trainer.commands.words import parse
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def run(words: list[str]) -> None:
         if file and (line := exposed(flag, path_of(file))):
             say(line)
     if arguments.workers > 1 and not worker:
-        command = [sys.executable, "-P", "-m", "logitmix.trainer", *with_plugins(["serve", *words])]
+        command = [sys.executable, "-P", "-m", "logitmix.trainer", "serve", *words, *flags()]
         threads = threads_of_each(arguments.workers)
         place = arguments.host, arguments.port, arguments.drain_seconds
         raise SystemExit(

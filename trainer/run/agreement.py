@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from logitmix.common.plugins import plugins
-from logitmix.common.versions import versions
+from logitmix.common.code import code
 from logitmix.launch.processes import launched
 from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import Dataset
@@ -14,14 +13,12 @@ MAY_DIFFER = ("data.path", "train.device")
 
 
 def facts_of(command: str, config: Config | None, dataset: Dataset | None, **options: Any) -> dict[str, str]:
-    """The command, the versions and plugins, the settings and `options`, and what dataset.json says. Empty where there
-    is one process alone."""
+    """The command, the code, the settings and `options`, and what dataset.json says. Empty where there is one process
+    alone."""
     if not launched():
         return {}
-    facts = {"the command": command}
-    facts |= {f"the version of {library}": number for library, number in versions().items()}
-    facts |= {f"the plugin {plugin.name}": plugin.version for plugin in plugins()}
     settings = (flatten(config) if config else {}) | {f"--{name.replace('_', '-')}": of for name, of in options.items()}
+    facts = {"the command": command} | code()
     facts |= {name: _text(value) for name, value in settings.items() if name not in MAY_DIFFER}
     entries = flatten(dataset.identity()) if dataset else {}
     return facts | {f"dataset.json: {name}": _text(value) for name, value in entries.items()}

@@ -9,7 +9,7 @@ from logitmix.common.files import naming, require_file, sync, write_whole
 
 DIGESTS = "digests.json"
 FORMAT = Checked("digests of a logitmix run's files", 1)
-CHECKSUMMED = ("config.toml", "dataset.json", "results.json", "test_ranks.json", "test_users.json")
+CHECKSUMMED = ("code.json", "config.toml", "dataset.json", "results.json", "test_ranks.json", "test_users.json")
 """Files that have a digest from when they are written."""
 ROWS = "metrics.jsonl"
 

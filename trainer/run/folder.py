@@ -17,16 +17,21 @@ from typing import IO, Any
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks
 from logitmix.comm.rendezvous import ranks_named
+from logitmix.common.code import code
 from logitmix.common.files import Fields, clean_up, parse_json, staging_path, write_whole
-from logitmix.common.mappings import from_mapping, require
+from logitmix.common.mappings import cut, from_mapping, require
 from logitmix.common.storage import is_copy, push
 from logitmix.modules.schema import Schema
-from logitmix.trainer.config import Config, changed, dump_toml, flatten, load_toml
+from logitmix.trainer.config import Config, changed, dump_toml, flatten, load_toml, settings_without_import
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.run.checksums import read_text, write_checksummed
 
 LOOKS, LOOK_SECONDS = 5, 0.05
 """How often a job tries to lock its run, and the time in between."""
+CODE = "code.json"
+"""The file of a run that has the code with which it was last started."""
+NAMED = 3
+"""Differences of the code that are said."""
 MARK_SECONDS = 3.0
 """In which a new file is seen on all hosts that share a directory."""
 MAY_CHANGE = {
@@ -114,22 +119,53 @@ def remove_run(run: Path) -> None:
     push(run)
 
 
-def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> None:
-    """Writes the configuration and the dataset's description into a new run, or checks that a run with checkpoints was
-    started with the same ones; ValueError on every rank if not. Collective."""
+def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> str:
+    """Writes the configuration, the dataset's description and the digests of the code into a run. A run with
+    checkpoints must have been started with the same configuration and dataset; ValueError on every rank if not. Returns
+    what is to be said of such a run if its code was another one, or nothing. Collective."""
 
-    def start() -> None:
+    def start() -> str:
+        said, now = "", code()
         if checkpoint_paths(run):
             require_same(run, config, dataset)
+            said = _said_of_code(run, now)
         write_checksummed(run / "dataset.json", dataset.description())
         write_checksummed(run / "config.toml", dump_toml(config))
+        write_checksummed(run / CODE, json.dumps(now, indent=1) + "\n")
+        return said
 
-    on_first_rank(start, ranks)
+    return on_first_rank(start, ranks)
+
+
+def _said_of_code(run: Path, now: Mapping[str, str]) -> str:
+    """In which the code of a run was another one, when it was last started; "" if in nothing. ValueError if the file is
+    damaged."""
+    if not (run / CODE).exists():
+        return f"{run} has no {CODE}: whether it began with this code is not known"
+    differ = [cut(line, 160) for line in changed(read_code(run), now).values()]
+    if not differ:
+        return ""
+    more = f"; and {len(differ) - NAMED} more" if len(differ) > NAMED else ""
+    return f"{run} goes on with other code than before: {'; '.join(differ[:NAMED])}{more}"
 
 
 def read_config(run: Path) -> Config:
     """The configuration that a run was last started with; ValueError if there is no run."""
     return load_toml(_read(run, "config.toml"), str(run / "config.toml"))
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """The settings that a run was last started with, by name, read without importing the plugins that it names
+    (`settings_without_import`). ValueError if there is no run."""
+    return settings_without_import(_read(run, "config.toml"), str(run / "config.toml"))
+
+
+def read_code(run: Path) -> dict[str, Any]:
+    """The code that a run was last started with, as `code` has it; ValueError if the file is damaged."""
+    found = parse_json(_read(run, CODE).encode(), str(run / CODE))
+    if not isinstance(found, dict):
+        raise ValueError(f"{run / CODE} is not a JSON object")
+    return found
 
 
 def refit_path(run: Path) -> Path:

@@ -13,6 +13,7 @@ import two_ranks
 
 from logitmix.common import versions as versions_module
 from logitmix.common.driver import DRIVER, STAND_IN
+from logitmix.common.plugins import Plugin
 from logitmix.trainer import cli
 from logitmix.trainer.commands import doctor
 from logitmix.trainer.quiet import quietly
@@ -25,7 +26,7 @@ def test_a_machine_that_passes_the_tests_is_sound(tmp_path: Path) -> None:
     report = json.loads(two_ranks.command(["doctor", "--json"], tmp_path))
     states = {finding["subject"]: finding["state"] for finding in report["findings"]}
     assert report["broken"] == [] and states["libraries"] == states["ranks"] == states["Python"] == "ok"
-    assert {"compiled C", "processor", "memory", "GPUs", *doctor.OPTIONAL} <= states.keys()
+    assert {"compiled C", "plugins", "processor", "memory", "GPUs", *doctor.OPTIONAL} <= states.keys()
 
 
 def test_every_compiled_part_is_looked_for() -> None:
@@ -37,6 +38,16 @@ def test_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "compiled_library", lambda module: None if "_mol" in module else object())
     found = doctor._compiled_parts()
     assert found.state == "slow" and found.said == "not built: MoL's loss, MoL's scores; plain torch does it"
+
+
+def test_each_broken_plugin_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "plugins", lambda: [Plugin("own", "1.2", "")])
+    for lines, found in (
+        ([], [("ok", "own 1.2")]),
+        (["the first is broken", "the second"], [("broken", "the first is broken"), ("broken", "the second")]),
+    ):
+        monkeypatch.setattr(doctor, "load_installed", lambda lines=lines: lines)
+        assert [(finding.state, finding.said) for finding in doctor._plugins()] == found
 
 
 @pytest.mark.parametrize(

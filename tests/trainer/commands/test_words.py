@@ -66,7 +66,9 @@ def test_tyro_has_the_private_events_that_errors_are_made_of(event: str, needed:
 
 
 def test_words_without_the_plugins() -> None:
-    assert take_imports(["a", "--import", "x.py", "-k", "3", "--import=y"]) == (["a", "-k", "3"], ["x.py", "y"])
+    words = ["a", "--import", "x.py", "-k", "3", "--import=y"]
+    assert take_imports(words) == (["a", "-k", "3"], ["x.py", "y"], False)
+    assert take_imports([*words, "--trust-plugins"]) == (["a", "-k", "3"], ["x.py", "y"], True)
     for words in ("--import", "--import --json", "--import="):
         with pytest.raises(ValueError, match=r"^--import needs a plugin: --import FILE\.py, or --import MODULE$"):
             take_imports(words.split())

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import two_ranks
 from small_data import forget_digests, small_config, write_dataset
 
+from logitmix.common import code
 from logitmix.common.checked import entry_of
 from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
@@ -75,9 +77,9 @@ def command(of_ranks: list[list[str]], folders: list[str]) -> tuple[Any, str]:
     return stop.value.code, said.getvalue().splitlines()[-1]
 
 
-def refused(of_ranks: list[list[str]], folders: list[Path]) -> str:
+def refused(of_ranks: list[list[str]], folders: list[Path], worker: Callable[..., Any] = command, *more: str) -> str:
     """The one line that all ranks say of a user's mistake."""
-    (first, one), (second, other) = two_ranks.run(command, of_ranks, [str(folder) for folder in folders])
+    (first, one), (second, other) = two_ranks.run(worker, of_ranks, [str(folder) for folder in folders], *more)
     assert (first, second) == (2, 2)
     assert re.sub(r"rank \d \(on \S+\) failed: ", "", one) == re.sub(r"rank \d \(on \S+\) failed: ", "", other)
     return max(one, other, key=len)
@@ -110,6 +112,32 @@ def test_another_plugin_of_the_same_name_on_one_host(hosts: list[Path], tmp_path
     said = refused([train, train], hosts)
     digest = r"[0-9a-f]{12}"
     assert re.search(rf"the ranks differ: the plugin some\.py is {digest} on rank 0 .* and {digest} on rank 1 ", said)
+
+
+def of_other_code(of_ranks: list[list[str]], folders: list[str], root: str) -> tuple[Any, str]:
+    """As `command`, but rank 1 finds its sources under another root."""
+    if os.environ["RANK"] == "1":
+        code.__file__ = f"{root}/common/code.py"
+    return command(of_ranks, folders)
+
+
+def test_other_sources_of_the_same_version_on_one_host(hosts: list[Path], tmp_path: Path) -> None:
+    """In which a sign is another one."""
+    for package in code.PACKAGES:
+        shutil.copytree(Path(code.__file__).parents[1] / package, tmp_path / "sources" / package)
+    file = tmp_path / "sources/modules/losses/blockwise.py"
+    text = file.read_text()
+    file.write_text(text.replace(" - ", " + ", 1))
+    assert file.read_text() != text
+    train = [*TRAIN, "--run", str(tmp_path / "run")]
+    said = refused([train, train], hosts, of_other_code, str(tmp_path / "sources"))
+    digest = r"[0-9a-f]{12}"
+    assert re.search(
+        rf"the ranks differ: modules/losses/blockwise\.py of logitmix is {digest} on rank 0 \(on \S+\) and {digest} on "
+        r"rank 1 \(on \S+\); start all of them with the same settings, dataset and code",
+        said,
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_dataset_of_equal_counts_on_one_host(hosts: list[Path], tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Files of checkpoints and runs that somebody made to do harm: none runs code, blocks or fills the memory."""
 
+import contextlib
 import io
+import json
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from operator import itemgetter
@@ -16,7 +19,14 @@ from damages import PART, newest, resume, rewrite, steps, told
 from safetensors.torch import save_file
 from sampling import one_of_each
 
+from logitmix.common import plugins
 from logitmix.common.checked import entry_of
+from logitmix.serving.directory.format import FORMAT as MANIFEST_FORMAT
+from logitmix.serving.retriever import Retriever
+from logitmix.trainer import cli
+from logitmix.trainer.commands.groups import Run
+from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.data.description import FORMAT as DATASET_FORMAT
 from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
@@ -112,6 +122,105 @@ def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: 
         else:
             assert place in ("metrics.jsonl", "results.json", "plan.json")
         assert not canary.exists()
+
+
+COMMANDS = [
+    "evaluate {run}",
+    "evaluate {run} --processes 1 --split validation",
+    "export {run} --out {out}",
+    "export {run} --delta-from {served} --out {out}",
+    "recommend {run} --out {out}.csv",
+    "plan {run}/config.toml",
+    "train {run}/config.toml --run {run}",
+    "train --refit {run}",
+    "train auto --data.path {data} --run {out} --continue {run}",
+    "train demo-mol --data.path {data} --run {out} --warm-start {run}",
+    "train auto --data.path {data} --run {run}",
+]
+
+
+@pytest.fixture
+def naming(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """A run that names a file within it and a module as plugins, which make a file when they are imported."""
+    for name in ("_loaded", "_trusting"):
+        monkeypatch.setattr(plugins, name, type(getattr(plugins, name))(getattr(plugins, name)))
+    data, served = Path(read_config(run).data.path), tmp_path / "served"
+    export(run, served)
+    files = [run / "within.py", tmp_path / "beside_it.py"]
+    for file in files:
+        file.write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\n")
+    config = run / "config.toml"
+    config.write_text(f'plugins = ["{files[0]}", "beside_it"]\n{config.read_text()}')
+    (run / "digests.json").unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    return {"run": run, "out": tmp_path / "out", "data": data, "served": served}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_imports_what_a_run_names(
+    naming: dict[str, Path], command: str, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    said = refusal(*command.format(**naming).split())
+    flags = f"add --import {naming['run']}/within.py --import beside_it to run it, or --trust-plugins to run all"
+    line = said.splitlines()[-1]
+    assert line.startswith("logitmix: ") and f"{naming['run']}/config.toml names a plugin" in line and flags in line
+    assert not (tmp_path / "canary").exists()
+
+
+def test_what_a_run_names_is_imported_if_the_command_line_says_so(
+    naming: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, canary, module = naming["run"], tmp_path / "canary", "beside_it"
+    for words in (["--import", str(run / "within.py"), "--import", module], ["--trust-plugins"]):
+        monkeypatch.setattr(plugins, "_loaded", {})
+        sys.modules.pop(module, None)
+        cli.main(["plan", f"{run}/config.toml", "--world-size", "2", "--device", "cpu", *words])
+        assert canary.exists()
+        canary.unlink()
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2:] == [
+        f"--trust-plugins: importing the plugin {name}, which {run}/config.toml names"
+        for name in (run / "within.py", module)
+    ]
+    del sys.modules[module]
+
+
+def test_a_report_of_a_run_imports_nothing(
+    naming: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It shows settings that only the plugin knows, without checking them."""
+    run, page = naming["run"], tmp_path / "page.html"
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('kind = "dot"\n', 'kind = "of <theirs>\\u001b"\nwidth = 3\n'))
+    cli.main(["report", str(run), "--out", str(page)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"{run}/config.toml names the plugin {run}/within.py, which is not imported (--import): the settings are not "
+        "checked"
+    )
+    shown = page.read_text()
+    assert "of &lt;theirs&gt;" in shown and "model.similarity.width" in shown and "\x1b" not in shown
+    assert not (tmp_path / "canary").exists()
+    config.write_text(config.read_text().replace('metric = "', 'metric = 3 #"'))
+    with told(f"{run}/config.toml: evaluate.metric is 3; it must be of type str"):
+        Run.read(run)
+
+
+def test_no_export_or_dataset_imports_what_it_names(naming: dict[str, Path], tmp_path: Path) -> None:
+    """A file within it, and a module that is there."""
+    needed = {"within.py": "0", "beside_it": "1.0"}
+    for folder, file, reader, format in (
+        (naming["served"], "manifest.json", Retriever.load, MANIFEST_FORMAT),
+        (naming["data"], "dataset.json", load_dataset, DATASET_FORMAT),
+    ):
+        folder = Path(shutil.copytree(folder, tmp_path / file / folder.name))
+        for name, number in needed.items():
+            shutil.copy(naming["run"] / "within.py", folder)
+            content = json.loads((folder / file).read_text()) | {"plugins": {name: number}}
+            (folder / file).write_text(format.text(content))
+            with contextlib.chdir(folder), told(f"{folder} needs the plugin {name} ({number}): "):
+                reader(folder)
+    assert not (tmp_path / "canary").exists() and "beside_it" not in sys.modules
 
 
 def test_a_header_beyond_reason_is_not_parsed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ import pytest
 from small_data import small_config, write_dataset
 
 from logitmix.comm.process_group import Ranks
+from logitmix.common.code import code
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
+from logitmix.trainer.run import folder
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
-from logitmix.trainer.run.folder import checkpoint_paths, read_config, remove_run, run_lock, start_run
+from logitmix.trainer.run.folder import checkpoint_paths, read_code, read_config, remove_run, run_lock, start_run
 from logitmix.trainer.run.metrics import append_row, keep_rows, read_rows, still_rising
 
 
@@ -161,6 +163,29 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
     other = load_dataset(write_dataset(tmp_path / "other", users=50))
     with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with: compare its dataset"):
         start_run(run, longer, other, ranks)
+
+
+def test_a_run_that_goes_on_with_other_code_says_so(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, data = tmp_path / "run", write_dataset(tmp_path / "data")
+    given = (run, small_config(data), load_dataset(data), ranks)
+    (run / "checkpoints").mkdir(parents=True)
+    assert start_run(*given) == "" and read_code(run) == code()
+    other = code() | {f"{name}.py of logitmix": "f00" for name in "abcd"} | {"the version of torch": "9"}
+    monkeypatch.setattr(folder, "code", lambda: other)
+    # A run without a checkpoint has computed nothing with the code that it began with.
+    assert start_run(*given) == "" and read_code(run) == other
+    (run / "checkpoints/step-3").mkdir()
+    assert start_run(*given) == ""
+    monkeypatch.setattr(folder, "code", code)
+    assert start_run(*given) == (
+        f"{run} goes on with other code than before: the version of torch was 9, is {code()['the version of torch']}; "
+        "a.py of logitmix was f00, is not set; b.py of logitmix was f00, is not set; and 2 more"
+    )
+    assert start_run(*given) == "" and read_code(run) == code()
+    (run / "code.json").unlink()
+    assert start_run(*given) == f"{run} has no code.json: whether it began with this code is not known"
 
 
 @pytest.mark.parametrize(

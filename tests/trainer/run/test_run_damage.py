@@ -21,7 +21,7 @@ from logitmix.trainer.config import dump_toml, model_schema
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import checkpoint, checksums, manifest, state
-from logitmix.trainer.run.folder import read_config, read_schema
+from logitmix.trainer.run.folder import read_code, read_config, read_schema
 from logitmix.trainer.run.metrics import keep_rows, read_rows
 from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
 
@@ -57,6 +57,7 @@ def test_every_damage_to_a_checkpoint_is_found(run: Path, amount: int) -> None:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
+    "code.json": read_code,
     "config.toml": read_config,
     "dataset.json": read_schema,
     "metrics.jsonl": read_rows,
@@ -93,6 +94,8 @@ def test_every_damage_to_a_file_of_a_run_is_found(run: Path, another: Path, name
     for other in [*damaged(content, chance, 20 * amount, 5 * amount), *(of.read_bytes() for of in swapped)]:
         if name == "metrics.jsonl" and other.startswith(content):
             continue  # rows may follow
+        if name == "code.json" and other == content:
+            continue  # that of another run
         file.write_bytes(other)
         with pytest.raises(ValueError, match=rf"{file} is damaged .*; restore it, or remove .*/digests\.json"):
             reader(run)
