@@ -5,7 +5,7 @@ A kind that neither the source nor --schema states is inferred from the values:
     integers, text                id where a value occurs at least twice on average; otherwise integers are numbers
                                   (not those with leading zeros, which are codes), and text is not used. 12.0 is an
                                   integer if all are whole: pandas writes them so where one is missing
-    dates of items                date, where the times of the actions are dates, too
+    dates                         date, if they are of items and the times of the actions are dates, too; else not used
     true and false                id
     other numbers                 number; numbers.py tells which texts are, "$1,299.00" and "12,50" among them. If a few
                                   texts among them are none, these are missing
@@ -252,11 +252,30 @@ def _of_numbers(column: RawColumn) -> list[str]:
         seen = f"with --model.features {column.name}, a model sees their age"
         note = f"{column.name}: {span} of {len(there):,} items; {seen}"
         return [note, *_of_wrong(column, wrong, "date")]
-    if form.sparse or form.wide or not pa.types.is_dictionary(column.values.type):
+    if form.sparse or form.of_texts:
         return []
-    numbers = read_numbers(_used(column.values))
+    values = column.values
+    if form.wide and pa.types.is_dictionary(values.type):
+        values = pc.split_pattern(values.dictionary, SEPARATOR).take(values.indices)
+    if is_list(values.type):
+        # Of each number in the vectors.
+        column = replace(column, values=filled(values.flatten()), counts=None)
+    if not pa.types.is_dictionary(column.values.type):
+        return _of_wrong(column, _not_finite(column.values), "finite number") if _is_scalar(column.values.type) else []
+    texts = _used(column.values)
+    numbers = read_numbers(texts)
     notes = [f"{column.name}: {numbers.note}"] if numbers.note else []
-    return [*notes, *_of_wrong(column, numbers.wrong, "number")]
+    none = pc.and_not(pa.array(np.isnan(_floats(numbers.values))), pc.is_in(texts, value_set=numbers.wrong))
+    return [
+        *notes,
+        *_of_wrong(column, numbers.wrong, "number"),
+        *_of_wrong(column, texts.filter(none), "finite number"),
+    ]
+
+
+def _not_finite(values: pa.Array) -> pa.Array:
+    """Returns the different values that are infinite as float32."""
+    return values.filter(pa.array(np.isnan(_floats(values)) & as_numpy(values.is_valid()))).unique()
 
 
 def _of_wrong(column: RawColumn, wrong: pa.Array, what: str) -> list[str]:
@@ -467,7 +486,7 @@ def infer_kind(values: pa.Array, counts: np.ndarray | None = None, unit: str = "
         return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
     if not (_is_scalar(kind) or is_time(kind)) or (not values.null_count and _is_constant(values)):
         return None
-    if is_time(kind) or (unit and _are_dates(values)):
+    if is_time(kind) or _are_dates(values):
         return "date" if unit else None
     if pa.types.is_boolean(kind):
         return "id"

@@ -12,6 +12,8 @@ from logitmix.trainer.data.blocks import TableBlock
 from logitmix.trainer.data.numbers import MISSING
 from logitmix.trainer.data.rejects import Rejects
 
+FEW_LABELS = 5
+"""So many ids must be there with two labels."""
 MANY, MUCH = 50, 0.2
 """An id is doubtful that has more than this share of the actions of so many ids."""
 _NONE = pa.array(sorted({text.lower() for text in MISSING} | {"undefined"}))
@@ -77,6 +79,22 @@ def shortened(name: str, ids: pa.StringArray) -> list[str]:
         return []
     such = f"{counted(len(short), 'id')}, such as {short[0]}"
     return [f"column {name}: {such}, as spreadsheets show long numbers, without their last digits: export it as text"]
+
+
+def labeled(name: str, ids: pa.StringArray) -> list[str]:
+    """A line if many ids are there with two endings, such as N7-1 and N7-0, by which lists of impressions say which
+    items were clicked."""
+    parts = pc.extract_regex(ids, r"^(?P<id>.+)(?P<label>[-:][01])$").drop_null()
+    found = pc.struct_field(parts, "id").value_counts()
+    both = found.field(0).filter(pc.greater(found.field(1), 1))
+    if len(both) < FEW_LABELS or 4 * len(both) < len(ids):
+        return []
+    mark = pc.struct_field(parts, "label")[0].as_py()[0]
+    such = f"{counted(len(both), 'id')} end in {mark}1 and in {mark}0, such as {both[0]}{mark}1 and {both[0]}{mark}0"
+    return [
+        f"column {name}: {such}: if these are labels of clicks, one item counts as two, and what was only shown as an "
+        'action; write the label into a column of its own, and give --shown "label = 0"'
+    ]
 
 
 def doubtful(name: str, counts: np.ndarray, ids: pa.StringArray) -> list[str]:

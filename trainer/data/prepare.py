@@ -15,8 +15,10 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
+from time import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +60,7 @@ from logitmix.trainer.data.rejects import Rejects, TooManyRejects
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.data.row_numbers import LEAST, name_each_row, numbers_the_rows
 from logitmix.trainer.data.spool import Pieces, current, head, spooling, whole
-from logitmix.trainer.data.times import unit_of
+from logitmix.trainer.data.times import said_of_outliers, unit_of
 from logitmix.trainer.data.writer import DatasetContents, finish_dataset
 
 FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
@@ -191,6 +193,12 @@ def _read(options: PrepareOptions, rejects: Rejects, progress: Progress, engine:
     actions = raw.actions
     if actions.unit is None:
         actions.unit = unit_of(actions.timestamps.numbers(), actions.examples)
+    if actions.unit and (said := said_of_outliers(actions.timestamps.numbers(), actions.unit, time())):
+        column = options.timestamp_column
+        rejects.say(
+            f"column {column}: {said}; if they stand for no time, leave them out, by --where "
+            f'"{column} >= 1980-01-01" --where "{column} < {date.today()}"'
+        )
     return raw
 
 

@@ -25,8 +25,9 @@ UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 WINDOW = (315_532_800, 4_102_444_800)
 """1980 to 2100, in seconds since 1970."""
-COMMON = 0.99
-"""Share of the times that must be in the window of a unit: counters and other integers are spread more widely."""
+COMMON = 0.9
+"""Share of the times that must be in the window of a unit: counters and other integers are spread more widely. The rest
+may be the open ends of a database, such as 9999-12-31."""
 
 _ISO = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]+)?)?(Z|[+-][0-9]{2}(:?[0-9]{2})?)?)?$"
 _ZONE = r"[T ].*(Z|[+-][0-9:]+)$"
@@ -40,6 +41,13 @@ _WRITTEN = (
     r"(?: ?(?P<zone>Z|UTC|GMT|(?P<sign>[+-])(?P<zh>[0-9]{2}):?(?P<zm>[0-9]{2})?))?)?$"
 )
 """What else is read, year first; compact; or day and month before the year."""
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH = rf"(?i:{'|'.join(_MONTHS)})[a-z]*\.?"
+_NAMED = (
+    rf"^(?:[A-Za-z]{{3,9}},? )?(?:(?P<d1>[0-9]{{1,2}})[-/. ](?P<m1>{_MONTH})|(?P<m2>{_MONTH}) (?P<d2>[0-9]{{1,2}}),?)"
+    r"[-/. ](?P<year>[0-9]{4})(?P<rest>.*)$"
+)
+"""Dates with the English name of a month: 01-Jan-1995, Sun, 1 Jan 1995, January 1, 1995."""
 _NUMBER = r"^-?[0-9]{1,19}(\.[0-9]*)?$"
 _POWER = r"^-?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,2}$"
 _DIGITS = {8: 1_00_00, 10: 1_00_00_00, 12: 1_00_00_00_00, 14: 1_00_00_00_00_00}
@@ -204,7 +212,7 @@ class Clock:
 
     def _written(self, texts: pa.StringArray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, nanoseconds, and which are dates, of texts at `rows` of the block."""
-        found = pc.extract_regex(texts, _WRITTEN)
+        found = pc.extract_regex(_in_digits(texts), _WRITTEN)
         there = np.asarray(found.is_valid())
 
         def text(*names: str) -> pa.StringArray:
@@ -247,6 +255,18 @@ class Clock:
         return Times(texts, pairs[codes, 0], known[codes], pairs[codes, 1].astype(np.int32))
 
 
+def _in_digits(texts: pa.StringArray) -> pa.StringArray:
+    """Returns dates with the name of a month as 1995-1-1, and what follows them; other texts are unchanged."""
+    found = pc.extract_regex(texts, _NAMED)
+    month, day = (
+        pc.binary_join_element_wise(*(pc.struct_field(found, f"{part}{way}") for way in "12"), "") for part in "md"
+    )
+    number = pc.index_in(pc.utf8_slice_codeunits(pc.utf8_lower(month), 0, 3), value_set=pa.array(_MONTHS))
+    year, rest = pc.struct_field(found, "year"), pc.struct_field(found, "rest")
+    date = pc.binary_join_element_wise(year, pc.add(number, 1).cast(pa.string()), day, "-")
+    return pc.coalesce(pc.binary_join_element_wise(date, rest, ""), texts)
+
+
 def _strptime(text: str, form: str) -> tuple[int, int] | None:
     """Seconds and nanoseconds."""
     try:
@@ -286,6 +306,21 @@ def unit_of_counts(counts: Mapping[str, int], above: int, examples: Mapping[str,
         found = [f"{UNIT_NAMES[unit]} ({examples[unit]})" for unit in units[:2]]
         raise ValueError(f"some times are in {found[0]} and others in {found[1]}; write all in one unit")
     return units[0]
+
+
+def said_of_outliers(pieces: Iterable[np.ndarray], unit: str, now: float) -> str:
+    """Returns a line if some times, which are dates in this unit, are before 1980 or in the future; "" otherwise."""
+    first, end, count, example = window(unit)[0], (now + 86_400) * UNITS[unit], 0, 0
+    for values in pieces:
+        outside = values[(values < first) | (values > end)]
+        count += len(outside)
+        # The latest ones are the targets.
+        example = max(example, int(outside.max()), key=abs) if len(outside) else example
+    if not count:
+        return ""
+    days = np.datetime64(example // UNITS[unit], "s").astype("M8[D]")
+    are = "time is" if count == 1 else "times are"
+    return f"{count:,} {are} before 1980 or in the future, such as {example} ({days})"
 
 
 def note_units(examples: dict[str, str], label: str, numbers: np.ndarray, values: np.ndarray) -> None:

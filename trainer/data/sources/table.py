@@ -26,7 +26,7 @@ from logitmix.trainer.data.description import schema_of
 from logitmix.trainer.data.download import find_source
 from logitmix.trainer.data.features import read_schema
 from logitmix.trainer.data.files import ATOMIC, ENDINGS, InputFile, find_parts
-from logitmix.trainer.data.ids import as_whole, doubtful, exact_ids, shortened
+from logitmix.trainer.data.ids import as_whole, doubtful, exact_ids, labeled, shortened
 from logitmix.trainer.data.joined import NOTHING_JOINED, Joins, join, joins_of
 from logitmix.trainer.data.lists import Lists
 from logitmix.trainer.data.matching import alike
@@ -129,6 +129,8 @@ def read(
         ):
             for line in doubtful(name, _count(codes, len(ids)), ids):
                 rejects.say(line)
+    for line in labeled(names.item, actions.item_ids):
+        rejects.say(line)
     for what, name, ids in (("user", names.user, actions.user_ids), ("item", names.item, actions.item_ids)):
         for line in (*alike(what, ids), *shortened(name, ids)):
             rejects.say(line)
