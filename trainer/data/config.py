@@ -57,6 +57,8 @@ class PrepareOptions:
     delimiter: str = ""
     """Delimiter of CSV fields (table only): one character, \\t for a tab; left empty, it is inferred from the header,
     one of , ; | and tab."""
+    encoding: str = ""
+    """Encoding of texts that are not UTF-8 (table only; also of --items and --users): latin-1, cp1252, utf-16."""
     columns: str = ""
     """Names of the columns of a CSV without a header (table only, --source alone), in their order, "_" for those that
     are not read: user,item,_,timestamp."""
@@ -120,6 +122,8 @@ class PrepareOptions:
         require(
             one and self.delimiter not in ('"', "\r", "\n"), "--delimiter", repr(self.delimiter), "one character: ;"
         )
+        such = "the name of an encoding, such as latin-1 or utf-16"
+        require(not self.encoding or _is_encoding(self.encoding), "--encoding", repr(self.encoding), such)
         if self.time_format:
             _check_form(self.time_format)
         require(bool(self.bytes_of_memory), "--memory", repr(self.memory), "a size such as 4GiB or 512MiB")
@@ -164,6 +168,14 @@ def machine_memory() -> int:
     with suppress(OSError, ValueError):  # ValueError: "max", no limit
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        "".encode(name)
+    except (LookupError, ValueError):
+        return False
+    return True
 
 
 def _check_form(form: str) -> None:

@@ -1,8 +1,8 @@
 """Source files as byte streams: plain, compressed by gzip, bzip2 or xz, a member of a zip, or part of a folder.
 
-A compressed file is recognized by its first bytes, not by its name; other compressions are refused. Text is UTF-8; a
-byte-order mark is skipped, and UTF-16 and UTF-32 are refused. Members of a zip are read in place: nothing is ever
-unpacked to the disk. Reading advances a bar in a rich `Progress`.
+A compressed file is recognized by its first bytes, not by its name; other compressions are refused. Text is UTF-8, or
+of an encoding that is given; a byte-order mark is skipped. If none is given, UTF-16 and UTF-32 are refused. Members of
+a zip are read in place: nothing is ever unpacked to the disk. Reading advances a bar in a rich `Progress`.
 """
 
 import bz2
@@ -68,6 +68,8 @@ class InputFile:
     """Name inside the zip at `path`; empty for a plain file."""
     folder: Path | None = None
     """The folder that it is a part of, itself or in a subfolder."""
+    encoding: str = ""
+    """Of its text, which is read as UTF-8; empty if it is that already."""
 
     @property
     def label(self) -> str:
@@ -100,6 +102,8 @@ class InputFile:
                     plain = cast(BinaryIO, stack.enter_context(archive.open(self.member)))
                 elif unpack := _compression(magic(self.path, _LONGEST_BEGIN))[1]:
                     plain = stack.enter_context(cast(BinaryIO, unpack(counted)))
+            if self.encoding:
+                plain = cast(BinaryIO, _Recoded(plain, self.encoding, self.path))
             with _intact(self.path, _DAMAGE):
                 yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
             progress.update(task, completed=self.path.stat().st_size)
@@ -111,7 +115,8 @@ class InputFile:
             raise ValueError(f"{self.path}{within}: is compressed by {name}; decompress it first ({name} -d)")
         if encoding := _foreign_encoding(start):
             raise ValueError(
-                f"{self.path}{within}: is {encoding} text; convert it to UTF-8: iconv -f {encoding} -t UTF-8"
+                f"{self.path}{within}: is {encoding} text; for a table, give --encoding {encoding}, else convert it to "
+                f"UTF-8: iconv -f {encoding} -t UTF-8"
             )
         kind = next((kind for begin, kind in _NO_TEXTS.items() if start.startswith(begin)), "")
         if kind and b"\0" in start:
@@ -158,6 +163,31 @@ def _compression(start: bytes) -> tuple[str, _Unpack | None]:
     """The name of the compression of a file that begins so, "" for none, and what reads it."""
     found = ((name, unpack) for name, (begin, unpack) in _COMPRESSIONS.items() if re.match(begin, start))
     return next(found, ("", None))
+
+
+class _Recoded(io.RawIOBase):
+    """A text of another encoding, as UTF-8. Bytes that stand for nothing there are left as they are."""
+
+    def __init__(self, raw: BinaryIO, encoding: str, path: Path) -> None:
+        self.raw, self.encoding, self.path = raw, encoding, path
+        self.decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self.text, self.ended = b"", False
+        """What is to be read next, and whether there is no more."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.text and not self.ended:
+            block = self.raw.read(_BLOCK)
+            self.ended = not block
+            try:
+                self.text = self.decoder.decode(block, self.ended).encode("utf-8", "surrogateescape")
+            except UnicodeError as error:
+                raise ValueError(f"{self.path}: is not text of --encoding {self.encoding} ({error})") from None
+        count = min(len(buffer), len(self.text))
+        buffer[:count], self.text = self.text[:count], self.text[count:]
+        return count
 
 
 class _Unpacked(io.RawIOBase):

@@ -11,7 +11,7 @@ FILES = ("source", "max_rejects")
 """What every source that reads files takes: generated data has no malformed lines."""
 
 COLUMNS = ("user_column", "item_column", "timestamp_column", "time_format", "title_column")
-LAYOUT = ("delimiter", "quote", "columns", "list_separator")
+LAYOUT = ("delimiter", "quote", "encoding", "columns", "list_separator")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ DELIMITERS = ",;\t|"
 KINDS_OF_TYPES: Mapping[str, str] = {"token": "id", "float": "number", "token_seq": "ids"}
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
 _QUOTED = re.compile(r'".*"')
+_DELIMITER_LINE = re.compile(rb'"?sep=(.)"?\r?\n', re.IGNORECASE)
+"""The first line by which Excel is told the delimiter."""
+_ESCAPED_QUOTE = re.compile(rb'(?<!\\)((?:\\\\)*)\\"')
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
@@ -51,6 +54,8 @@ class CsvOptions:
     """Names for files without a header, "_" for a column that is not read."""
     quote: bool = False
     """Fields between tabs may be in quotes, as in other CSV."""
+    encoding: str = ""
+    """Of CSV and JSON; empty: UTF-8."""
 
 
 CSV = CsvOptions()
@@ -64,6 +69,7 @@ def read_blocks(
     Parquet, half floats come as float32, small decimals as decimal128, and views as text or bytes.
 
     ValueError if the file is JSON but not of one object a line, or not readable Parquet."""
+    file = replace(file, encoding=csv.encoding)
     parted = _Partition(file, keys)
     for block in _read_file(file, parted.keys_within, rejects, progress, csv):
         yield parted.add_to(block)
@@ -125,7 +131,13 @@ class _CsvReader:
         """By the columns' names, those that the header states."""
         self.quoted, self.first_quoted = 0, 0
         """Fields whose quotes are text, and the line of the first."""
+        self.escapes = False
+        """Whether quotes within fields are escaped by backslashes, which becomes "" where a block is read."""
+        self.header: list[str] = []
         block, columns = self.next(), options.columns
+        if excel := _DELIMITER_LINE.match(block):
+            options = replace(options, delimiter=options.delimiter or excel[1].decode())
+            block, self.line = block[excel.end() :], 2
         dialects = [_Dialect(one, options.quote or one != "\t") for one in options.delimiter or DELIMITERS]
         if columns:
             first = {one: _header(_Lines(block), one) for one in dialects}
@@ -183,6 +195,9 @@ class _CsvReader:
 
     def next(self) -> bytes:
         """The next block, empty at the end."""
+        return self._unescaped(self._read())
+
+    def _read(self) -> bytes:
         block, self.carry = self.carry, b""
         while more := self.stream.read(BLOCK_BYTES):
             end = more.rfind(b"\n") + 1
@@ -192,6 +207,28 @@ class _CsvReader:
                 break
             require_short(self.label, self.line + block.count(b"\n"), len(block))
         return block
+
+    def _unescaped(self, block: bytes) -> bytes:
+        """Returns the block with two quotes for each that a backslash escapes, if more lines are rows then."""
+        if not self.header or not self.dialect.quotes or b'\\"' not in block:
+            return block
+        plain = _ESCAPED_QUOTE.sub(rb'\1""', block)
+        if not self.escapes:
+            changed = [of for of in zip(block.split(b"\n"), plain.split(b"\n"), strict=True) if of[0] != of[1]]
+            before, after = (sum(self._is_row(line) for line in lines) for lines in zip(*changed, strict=True))
+            if before >= after:
+                return block
+            self.escapes = True
+            self.rejects.say(f"{self.label}: quotes within fields are taken for escaped by backslashes")
+        return plain
+
+    def _is_row(self, line: bytes) -> bool:
+        """Whether a line is a row by itself."""
+        try:
+            (fields,) = self.dialect.reader(_lines(line), strict=True)
+        except (csv.Error, ValueError):
+            return False
+        return len(fields) == len(self.header)
 
     def _parse(self, lines: "_WellFormed") -> TableBlock | None:
         """Reads the block with Arrow; None if a field is longer than the csv module allows."""
@@ -509,22 +546,26 @@ def _read_parquet(file: InputFile, keys: Keys, rejects: Rejects, progress: Progr
             _refuse_twins(file.label, names, key_names)
             _say_unnamed(names, key_names, rejects)
             task = progress.add_task(file.label, total=table.metadata.num_rows)
-            first = 1
+            first, uuids = 1, dict[str, bool]()
             for batch in table.iter_batches(batch_size=BLOCK_ROWS):
                 rejects.lines += batch.num_rows
-                yield _parquet_block(file.label, batch, first, key_names, rejects)
+                yield _parquet_block(file.label, batch, first, key_names, rejects, uuids)
                 first += batch.num_rows
                 progress.update(task, completed=first - 1)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file.path}: not readable Parquet ({first_line(error)})") from None
 
 
-def _parquet_block(label: str, batch: pa.RecordBatch, first: int, key_names: list[str], rejects: Rejects) -> TableBlock:
-    """The rows whose keys are UTF-8, which no reader of Parquet checks; other text that is not UTF-8 is missing."""
+def _parquet_block(
+    label: str, batch: pa.RecordBatch, first: int, key_names: list[str], rejects: Rejects, uuids: dict[str, bool]
+) -> TableBlock:
+    """The rows whose keys are UTF-8, which no reader of Parquet checks; other text that is not UTF-8 is missing.
+    `uuids`: which columns of 16 bytes were found to be UUIDs in the blocks before."""
     columns, whole = {}, np.ones(batch.num_rows, bool)
     for place, column in enumerate(batch.schema.names):
         for name, values in unnested(column, _with_kernels(batch.column(place)), key_names):
             if name in key_names or _is_named(name):
+                values = _uuids_as_text(name, values, uuids)
                 columns[name], valid = _as_utf8(label, name, _bytes_as_text(values) if name in key_names else values)
                 whole &= valid | (name not in key_names)
                 if name not in key_names:
@@ -562,17 +603,36 @@ def _kind_with_kernels(kind: pa.DataType) -> pa.DataType:
 
 
 def _bytes_as_text(column: pa.Array) -> pa.Array:
-    """Bytes as text that may not be UTF-8, as programs without a type for text store it; UUIDs as they are written."""
+    """Bytes as text that may not be UTF-8, as programs without a type for text store it."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _bytes_as_text(column.cast(kind.value_type)) if pa.types.is_binary(kind.value_type) else column
-    if kind == pa.uuid():
-        return pa.array([None if value is None else str(value) for value in column.to_pylist()], pa.string())
     if pa.types.is_fixed_size_binary(kind):
         column = column.cast(pa.binary())
     if pa.types.is_binary(column.type):
         return column.view(pa.string())
     return column.view(pa.large_string()) if pa.types.is_large_binary(kind) else column
+
+
+def _uuids_as_text(name: str, column: pa.Array, uuids: dict[str, bool]) -> pa.Array:
+    """Returns UUIDs as they are written; 16 bytes are one if not all of a column's first ones are UTF-8. Other columns
+    are unchanged."""
+    if column.type == pa.uuid():
+        column, uuids[name] = column.storage, True
+    if column.type != pa.binary(16):
+        return column
+    if name not in uuids and column.null_count < len(column):
+        uuids[name] = not all(is_utf8(value) for value in column.drop_null().to_pylist())
+    if not uuids.get(name):
+        return column
+    # Missing ones may have no bytes.
+    codes = np.frombuffer(b"".join(column.fill_null(bytes(16)).to_pylist()), np.uint8).reshape(-1, 16)
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    written = np.full((len(codes), 36), ord("-"), np.uint8)
+    places = np.array([at + (at > 7) + (at > 11) + (at > 15) + (at > 19) for at in range(0, 32, 2)])
+    written[:, places], written[:, places + 1] = digits[codes >> 4], digits[codes & 15]
+    texts = pa.FixedSizeBinaryArray.from_buffers(pa.binary(36), len(codes), [None, pa.py_buffer(written)])
+    return pc.if_else(column.is_valid(), texts.cast(pa.binary()).cast(pa.string()), None)
 
 
 def _as_utf8(label: str, name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray]:

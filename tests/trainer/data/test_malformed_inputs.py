@@ -124,7 +124,7 @@ def whole_files() -> Iterator[Case]:
         yield case("gzip, two members", gzip.compress(good[:9]) + gzip.compress(good[9:]))
         for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
             shown = encoding.upper().replace("16-", "16")
-            said = rf"is {shown} text; convert it to UTF-8: iconv -f {shown} -t UTF-8$"
+            said = rf"is {shown} text; for a table, give --encoding {shown}, else .*: iconv -f {shown} -t UTF-8$"
             yield case(encoding, good.decode().encode(encoding), said)
         yield case("empty", b"", "holds no actions|no column|no header|starts with")
         yield case("blank", b"\n \n\n", "holds no actions|no column|starts with|malformed")

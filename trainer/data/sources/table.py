@@ -103,7 +103,7 @@ def read(
     files = _parts(source, "--source", rejects)
     names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
     columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
-    csv = CsvOptions(options.delimiter.replace("\\t", "\t"), columns, options.quote)
+    csv = CsvOptions(options.delimiter.replace("\\t", "\t"), columns, options.quote, options.encoding)
     lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), rejects)
     clock = Clock(options.time_format)
     first = 0
