@@ -78,7 +78,7 @@ def test_what_differs_is_named_with_rank_host_and_both_values(store: dist.Store)
     }
     assert refused(met(store, ranks, 4)) == (
         "the ranks differ: train.seed is 1 on rank 0 (on a) and 77 on ranks 1, 3 (on b); start all of them with the "
-        "same settings, dataset and versions"
+        "same settings, dataset and code"
     )
 
 
