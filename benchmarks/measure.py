@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from logitmix.common.compiled import missing_parts
 from logitmix.trainer.parallel.parallelize import computes_bf16
 
 K, T = TypeVar("K"), TypeVar("T")
@@ -138,9 +139,10 @@ def words_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def machine() -> str:
-    """The machine and versions that figures depend on."""
+    """The machine, versions and missing compiled parts that figures depend on."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return f"torch {torch.__version__}, {_processor()}, commit {commit}"
+    missing = "".join(f", WITHOUT COMPILED {part}" for part in missing_parts())
+    return f"torch {torch.__version__}, {_processor()}, commit {commit}{missing}"
 
 
 def logitmix(*words: str, processes: int = 1) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from logitmix.common.compiled import PARTS, compiled_library, has_triton
+from logitmix.common.compiled import PARTS, compiled_library, triton_is_installed
 from logitmix.common.plugins import plugins
 from logitmix.common.versions import versions
 
@@ -22,7 +22,7 @@ def code() -> dict[str, str]:
     found = {f"the version of {library}": number for library, number in versions().items()}
     found |= {f"the plugin {plugin.name}": plugin.version for plugin in plugins()}
     found |= {f"the compiled part for {what}": _there(compiled_library(module)) for module, what in PARTS.items()}
-    found["triton"] = _there(has_triton())
+    found["triton"] = _there(triton_is_installed())
     for plugin in plugins():
         # A plugin that is one file and no package has the digest as its version.
         if plugin.place and plugin.version not in (digests := source_digests(plugin.place)).values():

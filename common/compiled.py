@@ -5,12 +5,15 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from .messages import say
 
+T = TypeVar("T")
 PARTS = {
     "logitmix.comm._fp8": "the FP8 codec",
     "logitmix.modules._noise": "dropout",
@@ -39,9 +42,46 @@ def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL |
 
 
 def lazy_library(module: str, **functions: tuple[Any, ...]) -> Callable[[], ctypes.CDLL | None]:
-    """`compiled_library` as a function that loads the library at its first call. It takes no arguments, because hot
-    paths call it."""
-    return functools.cache(functools.partial(compiled_library, module, **functions))
+    """`compiled_library` as a function that loads the library at its first call. If the library is missing, this call
+    says so, once in a process. It takes no arguments, because hot paths call it."""
+
+    @functools.cache
+    def loaded() -> ctypes.CDLL | None:
+        found = compiled_library(module, **functions)
+        if found is None:
+            _say_what_is_missing()
+        return found
+
+    return lambda: None if _PLAIN.get() else loaded()
+
+
+_PLAIN = ContextVar("_PLAIN", default=False)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Within, this thread finds no compiled library, whether it was built or not: for what may not depend on this
+    machine."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
+def missing_parts() -> list[str]:
+    """What the compiled parts that were not built, or do not load, would compute."""
+    return [what for module, what in PARTS.items() if compiled_library(module) is None]
+
+
+@functools.cache
+def _say_what_is_missing() -> None:
+    """Says once that plain torch does the work of compiled parts. Of the ranks of a job only the first one says it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(
+            f"not compiled here: {', '.join(missing_parts())}: plain torch does it, several times slower; install a C "
+            "compiler, then logitmix again (logitmix doctor says more)"
+        )
 
 
 def in_threads(work: Callable[[int], T], workers: int) -> list[T]:
@@ -67,6 +107,14 @@ def _without_the_parents_threads() -> None:
 os.register_at_fork(after_in_child=_without_the_parents_threads)
 
 
+def triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @functools.cache
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether there is Triton, asked where a GPU would use it. If there is none, the first call says so."""
+    found = triton_is_installed()
+    if not found and os.environ.get("RANK", "0") == "0":
+        say("no triton here: plain torch does what its kernels do on a GPU, several times slower; pip install triton")
+    return found

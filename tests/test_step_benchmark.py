@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from small_data import a_pipeline, gather_table, small_config
 
-from benchmarks import recipe_step
+from benchmarks import measure, recipe_step
 
 
 def test_a_step_in_parts_moves_all_weights_as_one_in_one_part(featured: Path) -> None:
@@ -32,3 +33,9 @@ def test_a_recipe_is_sized_as_in_training(featured: Path) -> None:
     config = recipe_step.config_of("auto", str(featured))
     assert config.model.features == ("brand", "tags", "price", "image", "weighted_item")
     assert config.model.loss.negatives == 0 and config.data.path == str(featured)
+
+
+@pytest.mark.long
+def test_figures_say_which_compiled_parts_were_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "missing_parts", lambda: ["MoL's loss"])
+    assert measure.machine().endswith(", WITHOUT COMPILED MoL's loss")

@@ -53,12 +53,16 @@ class _Block(nn.Module):
         T, D = x_TD.shape
         normed_TD = _norm(x_TD)
         packed = F.silu(self.value_query_key(normed_TD)).view(T, 3, self.heads, D // self.heads)
-        semantic_TD = attend(packed, torch.zeros_like(self.position_L), None, packing).reshape(T, D)
+        semantic_TD = self._attend(packed, packing).reshape(T, D)
         others = attend_places(packed[:, 0].reshape(T, D), self.position_L, self.time_K, packing)
         gated = _norm(torch.cat([semantic_TD, *others], dim=1)) * F.silu(self.gate(normed_TD))
         x_TD = x_TD + self.merge(self._drop(gated, noise, "gated", packing))
         left, right = self.up(self._drop(_norm(x_TD), noise, "feed", packing)).chunk(2, dim=1)
         return x_TD + self.down(F.silu(left) * right)
+
+    def _attend(self, packed_T3Gd: Tensor, packing: Packing) -> Tensor:
+        """HSTU's attention without biases."""
+        return attend(packed_T3Gd, torch.zeros_like(self.position_L), None, packing)
 
     def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
         return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x

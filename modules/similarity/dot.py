@@ -26,11 +26,15 @@ class Dot(Similarity):
         self.dim, self.normalize, self.temperature = dim, config.normalize, config.temperature
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
-        scale = 1 / self.temperature
-        return (l2_normalize(query_TD, scale) if self.normalize else query_TD * scale,)
+        return (self._scaled(query_TD, 1 / self.temperature),)
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
-        return (l2_normalize(item_ND) if self.normalize else item_ND,)
+        return (self._scaled(item_ND, 1.0),)
+
+    def _scaled(self, x: Tensor, scale: float) -> Tensor:
+        if self.normalize:
+            return l2_normalize(x, scale)
+        return x if scale == 1.0 else x * scale
 
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         # Not in BF16, where cosines over a temperature of 0.05 would be off by up to 0.06.

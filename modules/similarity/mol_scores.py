@@ -37,9 +37,10 @@ def mol_scores(
     components; mol_scores_triton.covers has the limits.
     IndexError or ValueError for indices or bounds that do not fit; indices on a GPU are not checked.
     """
-    library, on_cuda = _library(), item_P.device.type == "cuda" and has_triton()
+    on_cuda = item_P.device.type == "cuda" and has_triton()
+    library = _library() if item_P.device.type == "cpu" else None
     stored = [_STORED.get(part.dtype) for part in item]
-    if None in stored or not (on_cuda or (item_P.device.type == "cpu" and library)):
+    if None in stored or not (on_cuda or library):
         return None
     (B, U, C), (X, I, _), H = query[0].shape, item[0].shape, len(cross_gate[1])
     P, bound_B = len(item_P), torch.tensor(list(bounds))

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from logitmix.common.compiled import PARTS, compiled_library, has_triton
+from logitmix.common.compiled import PARTS, missing_parts, triton_is_installed
 from logitmix.common.driver import DRIVER, has_driver, why_it_does_not_load
 from logitmix.common.mappings import counted, first_line
 from logitmix.common.plugins import load_installed, plugins
@@ -129,8 +129,7 @@ def _libraries() -> Finding:
 
 
 def _compiled_parts() -> Finding:
-    missing = [what for module, what in PARTS.items() if compiled_library(module) is None]
-    if missing:
+    if missing := missing_parts():
         remedy = "install a C compiler, then logitmix again"
         if compiler := shutil.which("cc"):
             remedy = f"{compiler} is here: install logitmix again with pip install --verbose, and read what it said"
@@ -180,7 +179,7 @@ def _gpus() -> Finding:
 
     if torch.cuda.is_available():
         said = f"{torch.cuda.device_count()} with CUDA {torch.version.cuda}: {torch.cuda.get_device_name(0)}"
-        if not has_triton():
+        if not triton_is_installed():
             return Finding("GPUs", "slow", f"{said}; no triton, so plain torch does what its kernels do", INSTALL)
         return Finding("GPUs", "ok", said)
     if shutil.which("nvidia-smi") and torch.version.cuda is None:

@@ -8,6 +8,7 @@ compiled code computes, are counted from their sizes.
 Axes: B sequences, T positions, V unique items, G groups, N negatives of a group, D width.
 """
 
+import copy
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from logitmix.common.compiled import plain_torch
 from logitmix.modules.batch import Bags, Batch, Packing
 from logitmix.modules.config import LossConfig
 from logitmix.modules.features import Embedded, Features, Values
@@ -32,7 +35,9 @@ from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.towers import Tower, query_groups
+from logitmix.trainer.commands.as_on_cuda import NoiseOnCUDA, as_on_cuda, blocks_as_on_cuda, fused_loss
 from logitmix.trainer.config import Config
+from logitmix.trainer.parallel.flat import FlatLosses
 
 POSITIONS, NEGATIVES = 1024, 16
 """Positions of the smaller part, about, and most negatives of a group: what is counted on parts does not grow with
@@ -54,29 +59,34 @@ class Work:
     traffic: float = 0.0
     """Bytes that kernels read and write."""
     kernels: float = 0.0
+    of_loss: float = 0.0
+    """Those that the loss launches in forward, among the kernels."""
 
     def plus(self, other: "Work", times: float = 1.0) -> "Work":
         sums = {of.name: getattr(self, of.name) + times * getattr(other, of.name) for of in fields(self)}
         return Work(**sums)
 
 
-def work_of(config: Config, schema: Schema, batch: Batch, lookups: Mapping[str, int]) -> Work:
-    """Of a rank's batch, which names so many rows of each table; `schema` is the model's. Takes a second or so."""
+def work_of(config: Config, schema: Schema, batch: Batch, lookups: Mapping[str, int], device: str) -> Work:
+    """What a rank's batch takes that names so many rows of each table; `schema` is the model's. Takes a second or so.
+
+    For the `device` cuda, nothing depends on this CPU, nor on which compiled parts it has. For cpu, memory is that of
+    what runs here.
+    """
     tower = initialized(lambda: Tower(config.model, schema), torch.Generator().manual_seed(0))
-    total, sequences = len(batch.input_T), len(batch.packing.lengths_B)
+    total, sequences, N = len(batch.input_T), len(batch.packing.lengths_B), batch.negatives_GN.shape[1]
     if total == 0:
         return Work()
     few = max(1, round(POSITIONS * sequences / total))
     if 2 * few >= sequences:
-        found = _counted(config, tower, *_part(batch, schema, lookups, config.model.loss, sequences))
+        found = _counted(config, tower, *_part(batch, schema, lookups, config.model.loss, sequences), N, device)
     else:
         small, large = (_part(batch, schema, lookups, config.model.loss, count) for count in (few, 2 * few))
-        least, more = (_counted(config, tower, *part) for part in (small, large))
+        least, more = (_counted(config, tower, *part, N, device) for part in (small, large))
         sizes = [len(of.input_T) for of, _ in (small, large)]
         found = least.plus(more.plus(least, -1.0), (total - sizes[0]) / (sizes[1] - sizes[0]))
-        # Loops over pieces of a batch are those of the CPU.
-        found = replace(found, kernels=least.kernels)
-    N = batch.negatives_GN.shape[1]
+        # A loss may run block by block, and there are more blocks in a larger batch. All else launches once.
+        found = replace(found, kernels=more.kernels - more.of_loss + found.of_loss)
     for stage, candidates in ((tower.similarity, config.model.loss.resample or N), (tower.hindexer, N)):
         if stage is not None:
             found = found.plus(_pairs(config, schema, stage, len(batch.target_T) * (candidates + 1)))
@@ -178,36 +188,52 @@ _Part = tuple[Batch, Mapping[str, int]]
 """A batch, and the number of rows that it needs of each table."""
 
 
-def _counted(config: Config, tower: Tower, batch: Batch, lookups: Mapping[str, int]) -> Work:
-    """Forward, loss and backward of a part, without the products of pairs and of attention."""
+def _counted(
+    config: Config, tower: Tower, batch: Batch, lookups: Mapping[str, int], negatives: int, device: str
+) -> Work:
+    """Forward, loss and backward of a part of a batch with so many negatives, without the products of pairs and of
+    attention."""
     counter = _Counter()
-    losses = _Losses(tower, counter)
     dims = tower.schema.dims(config.model.dim)
     rows = {name: torch.zeros(count, dims[name], requires_grad=True) for name, count in lookups.items()}
-    for parameter in tower.parameters():
-        # They have their places in the memory of the tower.
-        parameter.grad = torch.zeros_like(parameter)
     bf16 = config.train.precision == "bf16"
-    with counter, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loss = losses(rows, batch)["loss"]
-    with counter:
-        loss.backward()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    if device == "cuda":
+        tower, batch = copy.deepcopy(tower), replace(batch, noise=NoiseOnCUDA(0))
+        as_on_cuda(tower, counter)
+        losses = FlatLosses(_Losses(tower, counter, device), dist.ProcessGroup(dist.HashStore(), 0, 1))
+        with plain_torch(), blocks_as_on_cuda(batch.negatives_GN.shape[1] / max(1, negatives)), counter:
+            with autocast:
+                loss = losses(rows, batch)["loss"]
+            losses.backward(loss)
+    else:
+        for parameter in tower.parameters():
+            # They have their places in the memory of the tower.
+            parameter.grad = torch.zeros_like(parameter)
+        with counter, autocast:
+            loss = _Losses(tower, counter, device)(rows, batch)["loss"]
+        with counter:
+            loss.backward()
     in_bf16, others = counter.products[True], counter.products[False]
-    return Work(counter.peak, in_bf16, others, traffic=counter.traffic, kernels=counter.kernels)
+    return Work(counter.peak, in_bf16, others, 0.0, counter.traffic, counter.kernels, counter.of_loss)
 
 
 class _Losses(SampledLosses):
     """Without the loss's own matrix products, which some similarities have in compiled code: `_pairs` counts them."""
 
-    def __init__(self, tower: Tower, counter: "_Counter") -> None:
+    def __init__(self, tower: Tower, counter: "_Counter", device: str) -> None:
         super().__init__(tower)
-        self.counter = counter
+        self.counter, self.device = counter, device
 
     def _loss(self, stage: Similarity, query: Side, item: Side, examples: Examples, batch: Batch) -> Tensor:
         # Its gradients are computed here, too.
-        self.counter.in_loss = True
-        loss = super()._loss(stage, query, item, examples, batch)
+        self.counter.in_loss, before = True, self.counter.kernels
+        fused = None
+        if self.device == "cuda" and self.tower.config.loss.kind == "softmax":
+            fused = fused_loss(stage, self.counter, query, item, examples)
+        loss = super()._loss(stage, query, item, examples, batch) if fused is None else fused / batch.total_targets
         self.counter.in_loss = False
+        self.counter.of_loss += self.counter.kernels - before
         return loss
 
 
@@ -219,7 +245,7 @@ class _Counter(TorchDispatchMode):
         self.held, self.now, self.peak = set[int](), 0, 0
         self.products = {True: 0, False: 0}
         """In BF16, and others."""
-        self.traffic = self.kernels = 0
+        self.traffic = self.kernels = self.of_loss = 0
         self.in_loss = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,6 +267,9 @@ class _Counter(TorchDispatchMode):
             self.traffic += sum(tensor.nbytes for tensor in (*inputs, *outputs))
             self.kernels += 1
         return result
+
+    def add(self, kernels: int, traffic: int) -> None:
+        self.kernels, self.traffic = self.kernels + kernels, self.traffic + traffic
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

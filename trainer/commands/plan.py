@@ -289,7 +289,7 @@ def plan_job(
         precision: Literal["bf16", "fp32"] = "bf16" if devices.kind == "cuda" else "fp32"
         config = replace(config, train=replace(config.train, precision=precision))
     lookups = _lookups(batch.ids)
-    work = work_of(config, used, batch, lookups)
+    work = work_of(config, used, batch, lookups, devices.kind)
     row_bytes = sum(4 * count * plan[name].dim for name, count in lookups.items())
     held = work.bytes, 3 * row_bytes, 3 * bytes_of(batch)
     activations, leaves, batches = (round(FRAGMENTED[devices.kind] * of) for of in held)

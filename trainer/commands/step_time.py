@@ -35,10 +35,10 @@ ml-1m-hstu, on a virtual machine with an H100 (benchmarks/notes/h100.md)."""
 REACHED = {"bf16": 0.5, "MoL's pairs": 0.1, "fp32": 0.3, "memory": 0.7, "nvlink": 0.7, "network": 0.8}
 """The part of a data sheet's rate that is reached. Of MoL's pairs and of FP32, the dot product's pairs, as measured
 there; the others are assumed."""
-FUSED, OTHER_KERNELS = 0.45, 25
-"""Kernels by torch's operations in the same forward and backward on a CPU, and those beside: tables, exchange and
-optimizers. Fitted to counts of ml-1m-mol and ml-1m-dot (benchmarks/notes/launches.md); they give 255 and 158, and 266
-of ml-1m-hstu. An H100 was given 268, 170 and 249."""
+TABLES, EXCHANGE, OPTIMIZER, SEEN = 26, 12, 8, 1.07
+"""Kernels of a lookup with its update, of an exchange of its rows with other ranks, and of the dense optimizer with the
+gradients' norms, as benchmarks/launches.py counts them; an H100 was given 7 % more than what is counted
+(benchmarks/notes/h100.md): 268 of ml-1m-mol, 170 of ml-1m-dot and 249 of ml-1m-hstu."""
 ASSUMED = (
     f"{LAUNCH * 1e6:g} us of the host to start a kernel; of the data sheet's rates "
     f"{', '.join(f'{of:.0%} ({name})' for name, of in REACHED.items())}; only the tower's gradients overlap"
@@ -59,6 +59,8 @@ class Load:
     """Read and written by lookups, codec and updates of rows."""
     optimizer: float
     """Read and written by the dense optimizer."""
+    exchanges: int = 1
+    """All-to-alls of rows in each direction: one for each width and kind of sharding."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class StepTime:
 
 def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int, kernels: int = 0) -> StepTime:
     """Of a step of each rank. `kernels` replaces their counted number."""
-    kernels = kernels or round(FUSED * work.kernels) + OTHER_KERNELS
+    of_rows = load.exchanges * (TABLES + EXCHANGE * (world_size > 1))
+    kernels = kernels or round(SEEN * (work.kernels + of_rows + OPTIMIZER))
     traffic = work.traffic + load.tables + load.optimizer
     hosts, local = world_size // per_host, min(per_host, world_size)
     # A ring of n ranks sends the gradients' bytes 2 (n - 1) / n times; with hosts, each rank has its share to add up.

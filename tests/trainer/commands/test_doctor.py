@@ -11,6 +11,7 @@ import pytest
 import torch
 import two_ranks
 
+from logitmix.common import compiled
 from logitmix.common import versions as versions_module
 from logitmix.common.driver import DRIVER, STAND_IN
 from logitmix.common.plugins import Plugin
@@ -30,12 +31,12 @@ def test_a_machine_that_passes_the_tests_is_sound(tmp_path: Path) -> None:
 
 
 def test_every_compiled_part_is_looked_for() -> None:
-    parts = [*doctor.PARTS, STAND_IN]
+    parts = [*compiled.PARTS, STAND_IN]
     assert SETUP.count('"logitmix.') - 1 == len(parts) and all(f'"{part}"' in SETUP for part in parts)
 
 
 def test_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "compiled_library", lambda module: None if "_mol" in module else object())
+    monkeypatch.setattr(compiled, "compiled_library", lambda module: None if "_mol" in module else object())
     found = doctor._compiled_parts()
     assert found.state == "slow" and found.said == "not built: MoL's loss, MoL's scores; plain torch does it"
 
@@ -129,7 +130,7 @@ def test_gpus(
     driver: bool, cuda: str | None, count: int, state: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: driver or None)
-    monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    monkeypatch.setattr(doctor, "triton_is_installed", lambda: True)
     monkeypatch.setattr(doctor, "has_driver", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
