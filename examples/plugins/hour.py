@@ -30,7 +30,7 @@ class Hour(Number):
     def embed(self, feature: "Feature", of: "Values", row_VW: "Tensor | None") -> "Tensor":
         import torch
 
-        angle_R1 = of.values.view(-1, 1) * (2 * pi / 24)
+        angle_R1 = of.values.view(-1, 1).remainder(24) * (2 * pi / 24)
         return torch.cat([angle_R1.sin(), angle_R1.cos()], 1)
 
     def inputs(self, feature: "Feature") -> int:
