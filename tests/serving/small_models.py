@@ -189,9 +189,16 @@ class BruteForce:
 
 
 @torch.no_grad()
-def brute_force(model: SmallModel, histories: list[list[int]], exclude_history: bool = True) -> BruteForce:
+def brute_force(
+    model: SmallModel,
+    histories: list[list[int]],
+    exclude_history: bool = True,
+    times: tuple[list[list[int]], ...] = (),
+) -> BruteForce:
+    """`times`: when each action was and when the query after it was asked, for an encoder that sees times."""
     tower, seen = model.tower, [history[-LENGTH:] for history in histories]
-    packing = Packing(torch.tensor([len(history) for history in seen]))
+    packed = [torch.tensor([time for of in given for time in of[-LENGTH:]]) for given in times]
+    packing = Packing(torch.tensor([len(history) for history in seen]), 0, *packed)
     history_T = torch.tensor([item for history in seen for item in history])
     query_BD = tower.queries(model.item_XD[history_T], packing).vector_RD
 

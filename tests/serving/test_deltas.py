@@ -106,6 +106,26 @@ def test_items_may_go_and_change_places(tmp_path: Path, monkeypatch: pytest.Monk
         assert file.read_bytes() == (tmp_path / "folded" / file.name).read_bytes(), file.name
 
 
+def test_a_text_that_a_delta_changes_is_found_at_its_new_place_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another item takes the index of one that is gone."""
+    one = small_model("mol", X, schema=every_feature(X))
+    base = export_small(one, tmp_path / "base")
+    ids = raw_ids(X)
+    renamed = ["renamed" if item == 5 else raw_id for item, raw_id in enumerate(ids)]
+    monkeypatch.setattr(small_models, "raw_ids", lambda count: renamed)
+    whole = export_small(one, tmp_path / "whole")
+    (tmp_path / "deltas").mkdir()
+    write_delta(reader.read(base), whole, tmp_path / "deltas" / "1", 1)
+    contents, _ = with_deltas(reader.read(base), tmp_path / "deltas")
+    assert contents.raw_ids.order is not None and sorted(contents.raw_ids.order.tolist()) == list(range(X))
+    assert [contents.raw_ids.find(raw_id) for raw_id in (*renamed, ids[5])] == [*range(X), None]
+    fold(base, tmp_path / "deltas", tmp_path / "folded")
+    for file in whole.iterdir():
+        assert file.read_bytes() == (tmp_path / "folded" / file.name).read_bytes(), file.name
+
+
 def test_a_delta_is_as_large_as_what_changed(tmp_path: Path) -> None:
     def numbers(num_items: int, count: int) -> int:
         folder = tmp_path / f"{num_items} {count}"

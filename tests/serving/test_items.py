@@ -1,10 +1,14 @@
 """Items in shards, as the files of an export hold them."""
 
+from pathlib import Path
+
+import pytest
 import torch
-from small_models import small_model
+from small_models import export_small, small_model
 from torch.nn import functional as F
 
 from logitmix.modules.features import Embedded
+from logitmix.serving.directory.reader import read
 from logitmix.serving.items import CachedShard, Items
 from logitmix.serving.model import Scales, stored_items
 
@@ -33,6 +37,19 @@ def test_each_shard_of_int8_components_has_a_scale_of_its_own() -> None:
     torch.testing.assert_close(found_BK, torch.cat(alone, 1), rtol=0, atol=1e-4)
     every_BX = torch.cat([score_BN for _, score_BN in items.all_scores(query, 64)], 1)
     torch.testing.assert_close(every_BX, found_BK, rtol=0, atol=1e-4)
+
+
+def test_the_largest_component_is_the_largest_int8_number(tmp_path: Path) -> None:
+    """An export's scale is the largest component of its items over the largest INT8 number, 127."""
+    model = small_model("mol", 48)
+    (exact,), (stored,) = (
+        read(export_small(model, tmp_path / precision, precision=precision)).shards for precision in ("fp32", "int8")
+    )
+    largest = float(exact["similarity.0"].abs().max())
+    assert float(stored["similarity.0.scale"]) == pytest.approx(largest / 127, rel=1e-6)
+    assert int(stored["similarity.0"].abs().max()) == 127
+    error = stored["similarity.0"].float() * stored["similarity.0.scale"] - exact["similarity.0"]
+    assert float(error.abs().max()) <= 0.501 * largest / 127
 
 
 def test_items_are_found_in_their_shards() -> None:

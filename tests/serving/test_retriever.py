@@ -29,6 +29,7 @@ from small_models import (
 )
 from torch import Tensor
 
+from logitmix.modules.config import HSTUConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.similarity.base import NUMBERS
@@ -98,6 +99,23 @@ def test_stage_1_gives_the_similarity_its_candidates(tmp_path: Path, kind: str, 
     histories = random_histories(X, LENGTHS)
     found = load(model, tmp_path).retrieve(histories, 10, stage1=stage1)
     assert_is_top(found, brute_force(model, histories).two_stages(stage1), 10)
+
+
+def test_a_query_is_asked_at_its_time_and_each_earlier_one_at_the_next_action(tmp_path: Path) -> None:
+    model = small_model("dot", X, encoder=HSTUConfig(blocks=2, heads=2, max_length=LENGTH, times=True))
+    retriever, histories = load(model, tmp_path), random_histories(X, [1, 3, LENGTH + 2])
+    acted = [[10 * (1 + at) ** 3 for at in range(len(history))] for history in histories]
+    for later in (0, 7, 40_000):
+        asked = [[*times[1:], times[-1] + later] for times in acted]
+        requests: list[Request] = [
+            {"history": [retriever.raw_ids[item] for item in history], "timestamps": times, "time": times[-1] + later}
+            for history, times in zip(histories, acted, strict=True)
+        ]
+        rows = retriever.recommend(requests, 10)
+        found = [[(retriever.raw_ids.find(row["id"]), row["score"]) for row in of_request] for of_request in rows]
+        best = brute_force(model, histories, times=(acted, asked)).similarity_BX.topk(10)
+        assert [[item for item, _ in of_request] for of_request in found] == best.indices.tolist()
+        torch.testing.assert_close(torch.tensor([[score for _, score in of] for of in found]), best.values)
 
 
 def test_stage_1_leaves_good_items_out(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_users_are_counted_without_them(tmp_path: Path) -> None:
         of_rows(tmp_path, [HEADER, *few, *few])
 
 
+def test_items_are_counted_without_them(tmp_path: Path) -> None:
+    often = [f"u{user},often,9" for user in (1, 2, 3)]
+    rows = [HEADER, *ONCE, *often, *["u1,few,9"] * 3]
+    for keep, items in ((False, ["often"]), (True, ["few", "often"])):
+        options = {"min_user_actions": 1, "min_item_actions": 2, "keep_duplicates": keep}
+        dataset, _ = of_rows(tmp_path, rows, **options)
+        assert dataset.raw_ids() == items
+
+
 def test_actions_that_differ_in_a_column_are_kept_and_counted(tmp_path: Path) -> None:
     rows = [f"u,i{at},{at}" for at in range(5)]
     lines = [f"{HEADER},event,price", *(f"{row},view,1.5" for row in rows), f"{rows[2]},cart,", f"{rows[2]},view,1.5"]
