@@ -309,7 +309,7 @@ def _hit_rate(
     requests: list[Request] = [{"history": question.history} for question in questions]
     hits = 0
     for start in range(0, len(requests), 256):
-        found = retriever.recommend(requests[start : start + 256], K, exclude_history=True)
+        found = [of["items"] for of in retriever.recommend(requests[start : start + 256], K, exclude_history=True)]
         for question, ranking in zip(questions[start : start + 256], found, strict=True):
             hits += any(row["id"] == str(question.target) for row in ranking)
     return hits / len(questions), json.loads((Path(run) / "results.json").read_text(encoding="utf-8"))

@@ -77,10 +77,10 @@ def main(options: Options) -> None:
         for part_BH in query_BH.split(AT_ONCE):
             found.append(search(part_BH))
         taken, items = time.process_time() - start, np.concatenate(found)
-        ranked = [
-            {row["id"] for row in retriever.recommend([{**of, "allowed": [ids[int(i)] for i in row if i >= 0]}], K)[0]}
-            for of, row in zip(asked, items, strict=True)
+        requests = [
+            {**of, "allowed": [ids[int(i)] for i in row if i >= 0]} for of, row in zip(asked, items, strict=True)
         ]
+        ranked = [{row["id"] for row in answer["items"]} for answer in retriever.recommend(requests, K)]
         every, best = exact.setdefault(is_filtered, (items, ranked))
         shared = [len(set(a) & set(b)) for a, b in zip(items.tolist(), every.tolist(), strict=True)]
         of_best = sum(len(a & b) for a, b in zip(ranked, best, strict=True)) / sum(map(len, best))

@@ -28,7 +28,7 @@ from logitmix.serving.directory.format import About, Contents, Source
 from logitmix.serving.items import ItemInputs, items_of
 from logitmix.serving.model import estimated
 from logitmix.serving.request import Options as Asked
-from logitmix.serving.request import Request
+from logitmix.serving.request import Question, Request
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.stored_table import StoredTable
 from logitmix.serving.texts import Texts
@@ -82,10 +82,10 @@ def main(options: Options) -> None:
                 plain: Request = {"history": [str(item) for item in history]}
                 of = {"filtered": {**plain, "where": where}, "unfiltered": plain}
                 for name, request in of.items():
-                    times[name].append(1000 * cpu_seconds(partial(retriever.answer, [request], answers)))
+                    times[name].append(1000 * cpu_seconds(partial(retriever.answer, [Question(request, answers)])))
             for history in histories[:RECALLED]:
                 asked: Request = {"history": [str(item) for item in history], "where": where}
-                found = {int(row["id"]) for row in retriever.answer([asked], answers)[0]}
+                found = {int(row["id"]) for row in retriever.answer([Question(asked, answers)])[0]["items"]}
                 expected = brute_force(retriever, history, where, kept)
                 recalls.append(len(found & expected) / len(expected))
             # The first does not count.

@@ -1,17 +1,16 @@
 """Requests that arrive together -> one batch, computed in a thread of its own, so that the event loop stays free."""
 
 import asyncio
-import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Any
+from typing import NamedTuple
 
 from logitmix.serving.connection import Connection
-from logitmix.serving.request import Options, Request, of_one
-from logitmix.serving.retriever import Retriever, Row
+from logitmix.serving.request import Question
+from logitmix.serving.retriever import Answer, Retriever
 
 BATCH = 32
 """Most requests of a batch: as many as the Retriever ranks at once."""
@@ -21,27 +20,11 @@ QUEUE = 512
 """Most requests that wait."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A request, and how it shall be answered."""
+class Answered(NamedTuple):
+    """An answer, and the retriever that gave it."""
 
-    request: Request
-    options: Options
-
-    @property
-    def group(self) -> tuple[object, ...]:
-        """Questions of a group are answered by one call. Their k's differ by less than a factor of 2, so that a large
-        one does not slow the others down."""
-        return self.options.k.bit_length(), replace(self.options, k=1)
-
-
-@dataclass(frozen=True)
-class Answer:
-    rows: list[Row]
+    answer: Answer
     retriever: Retriever
-    """That which answered."""
-    missing: Mapping[str, Any] = field(default_factory=dict)
-    """What of the items it could not reach."""
 
 
 class QueueFull(Exception):
@@ -56,7 +39,7 @@ class ClientGone(Exception):
 class _Waiting:
     question: Question
     client: Connection | None
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[Answered]
     since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
 
@@ -77,9 +60,8 @@ class Batcher:
         """Questions that wait."""
         return len(self._waiting)
 
-    async def ask(self, question: Question, client: Connection | None = None) -> Answer:
-        """Raises ValueError for a question that cannot be answered, whatever becomes of the others in its batch,
-        QueueFull, and ClientGone."""
+    async def ask(self, question: Question, client: Connection | None = None) -> Answered:
+        """Raises QueueFull and ClientGone."""
         if len(self._waiting) >= QUEUE:
             self._drop(lambda of: of.gone or of.half_closed)
         if len(self._waiting) >= QUEUE:
@@ -111,17 +93,17 @@ class Batcher:
                 size, retriever = len(batch), self._current()
                 self._observe(size)
                 questions = [of.question for of in batch]
+                # Clients may go meanwhile.
                 try:
-                    found = await loop.run_in_executor(thread, answer, retriever, questions)
-                except Exception as error:  # a bug, which each request of the batch reports
-                    found = [error] * size
-                for of, result in zip(batch, found, strict=True):
-                    if of.answer.done():  # its client is gone
-                        continue
-                    if isinstance(result, Exception):
-                        of.answer.set_exception(result)
-                    else:
-                        of.answer.set_result(result)
+                    answers = await loop.run_in_executor(thread, retriever.answer, questions)
+                except Exception as error:  # a bug, or shards that are gone: each request of the batch reports it
+                    for of in batch:
+                        if not of.answer.done():
+                            of.answer.set_exception(error)
+                else:
+                    for of, found in zip(batch, answers, strict=True):
+                        if not of.answer.done():
+                            of.answer.set_result(Answered(found, retriever))
 
     def _drop(self, whose: Callable[[Connection], bool]) -> None:
         """Leaves out the questions of these clients."""
@@ -138,36 +120,3 @@ class Batcher:
         while len(self._waiting) < count:
             self._arrived.clear()
             await self._arrived.wait()
-
-
-def answer(retriever: Retriever, questions: Sequence[Question]) -> list[Answer | Exception]:
-    """For each question its answer, or the ValueError that says why there is none."""
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for place, question in enumerate(questions):
-        groups[question.group].append(place)
-    found: dict[int, Answer | Exception] = {}
-    for places in groups.values():
-        found |= zip(places, _of_group(retriever, [questions[at] for at in places]), strict=True)
-    return [found[place] for place in range(len(questions))]
-
-
-def _of_group(retriever: Retriever, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
-    try:
-        return _together(retriever, questions)
-    except ValueError:
-        problems = retriever.problems([of.request for of in questions], questions[0].options)
-    good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
-    answers = iter(_together(retriever, good) if good else ())
-    return [next(answers) if problem is None else ValueError(of_one(problem)) for problem in problems]
-
-
-def _together(retriever: Retriever, questions: Sequence[Question]) -> list[Answer | Exception]:
-    options = replace(questions[0].options, k=max(of.options.k for of in questions))
-    found = retriever.answer([of.request for of in questions], options)
-    missing = retriever.missing
-    return [
-        Answer(rows[: of.options.k], retriever, missing)
-        if all(math.isfinite(row["score"]) for row in rows[: of.options.k])
-        else ValueError("the request's scores are not finite: a number among its features is too large")
-        for of, rows in zip(questions, found, strict=True)
-    ]

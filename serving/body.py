@@ -1,6 +1,7 @@
 """The JSON body of a request to the server -> a question for the Retriever, or one line that says what is wrong."""
 
-from dataclasses import fields
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -9,8 +10,7 @@ from pydantic.json_schema import WithJsonSchema
 from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
 from logitmix.common.values import id_texts
-from logitmix.serving.batcher import Question
-from logitmix.serving.request import Options, Request, UnknownIds
+from logitmix.serving.request import Question, UnknownIds
 
 MAX_K = 10_000
 MAX_HISTORY = 10_000
@@ -29,8 +29,8 @@ def _ids(most: int) -> Any:
 
 
 class Body(BaseModel):
-    """One request, and the options. The Retriever knows the model's features and
-    checks their values."""
+    """A request as `Request` describes it, within the limits of the server. The Retriever knows the model's features
+    and checks their values."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -44,32 +44,27 @@ class Body(BaseModel):
     blocked: _ids(MAX_IDS) | None = None  # type: ignore[valid-type]
     where: Annotated[str, Field(max_length=MAX_WHERE)] | None = None
     limit: dict[str, Annotated[int, Field(ge=1)]] | None = None
-    k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
-    unknown: UnknownIds = "skip"
+    k: Annotated[int, Field(ge=1, le=MAX_K)] | None = 10
+    unknown: UnknownIds | None = "skip"
     exclude_history: bool | None = None
-    explain: bool = False
-    columns: bool = False
+    explain: bool | None = False
+    columns: bool | None = False
     boost_new: Annotated[float, Field(allow_inf_nan=False)] | None = None
     stage1: Annotated[int, Field(ge=1, le=MAX_STAGE_1)] | None = None
 
 
-def parse(body: bytes, stage1: int | None = None, boost_new: float = 0.0) -> Question:
-    """`stage1`, at least its k, and `boost_new` are for a body that does not say. ValueError of one line for all that
-    is not the JSON of a `Body`."""
+def parse(body: bytes, defaults: Mapping[str, Any] = MappingProxyType({})) -> Question:
+    """`defaults`: the options of a body that does not say, as of `Question.of`. ValueError of one line for all that is
+    not the JSON of a `Body`."""
     try:
         found = from_json(body)
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     try:
-        asked = Body.model_validate(found)
+        Body.model_validate(found)
     except ValidationError as error:
         raise ValueError(_plainly(error)) from None
-    if asked.stage1 is None and stage1 is not None:
-        asked.stage1 = max(stage1, asked.k)
-    if asked.boost_new is None:
-        asked.boost_new = boost_new
-    request: Any = {name: value for name in Request.__annotations__ if (value := getattr(asked, name)) is not None}
-    return Question(request, Options(**{of.name: getattr(asked, of.name) for of in fields(Options)}))
+    return Question.of(found, defaults)
 
 
 def _plainly(error: ValidationError) -> str:

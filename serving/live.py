@@ -19,7 +19,7 @@ from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, stamp
 from logitmix.serving.group import Group
-from logitmix.serving.retriever import Retriever
+from logitmix.serving.retriever import Missing, Retriever
 from logitmix.serving.texts import Texts
 
 SEARCH_SECONDS = 1.0
@@ -145,7 +145,7 @@ class LiveExport:
         self._group.close()
 
     @property
-    def missing(self) -> dict[str, Any]:
+    def missing(self) -> Missing:
         """What of the items is out of reach now, as of the Retriever's."""
         return self.retriever.without(self._group.missing)
 

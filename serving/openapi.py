@@ -16,7 +16,7 @@ from logitmix.serving.connection import MAX_BODY, PATIENCE_SECONDS, WATCHED
 from logitmix.serving.explain import Named, Product, Similar, Why
 from logitmix.serving.guards import OPEN, PAGES, Allowed
 from logitmix.serving.request import Options, Request
-from logitmix.serving.retriever import Retriever, Row
+from logitmix.serving.retriever import Missing, Retriever, Row
 
 REFUSALS = {
     400: "The request is malformed, or cannot be answered.",
@@ -30,13 +30,6 @@ REFUSALS = {
     503: "Too many requests wait, the server stops, or a shard or a file of the export is missing. The header "
     "`Retry-After`, if it is there, says when to try again.",
 }
-
-
-class Missing(TypedDict):
-    missing_shards: NotRequired[list[int]]
-    """Shards that are out of reach, counted from 1, where shards rank the items."""
-    missing_share: NotRequired[float]
-    """Share of the items that they hold."""
 
 
 class Identity(TypedDict):
@@ -61,6 +54,9 @@ class Answer(Missing, Identity):
 
     items: list[Row]
     """The best one first."""
+    fallback: NotRequired[Literal["popular"]]
+    """There where nothing is known of the user: the items are those with the most actions, and that number is their
+    score."""
 
 
 class Found(Named):

@@ -1,8 +1,8 @@
 """What callers ask and how it is answered, and its reading: raw ids and features -> item indices, times, features."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, TypedDict, get_args
@@ -12,6 +12,7 @@ import torch
 from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES, WANTED, require_kind
+from logitmix.serving.columns import ACTIONS
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.expression import Filters
 from logitmix.serving.texts import FEW
@@ -33,8 +34,9 @@ UnknownIds = Literal["skip", "unknown", "refuse"]
 
 
 class Request(TypedDict, total=False):
-    """One user and their features; every entry may be missing, or None. An id is text or a whole number of 64 bits, and
-    no float; arrays and tensors of these are lists as well."""
+    """One user, their features, and how to answer: the same object in Python, over HTTP and in a file of requests.
+    Every entry may be missing, or None. An id is text or a whole number of 64 bits, and no float; arrays and tensors of
+    these are lists as well. The entries from `k` on are those of `Options`."""
 
     history: Sequence[str | int]
     """Raw item ids, oldest first."""
@@ -65,11 +67,18 @@ class Request(TypedDict, total=False):
     limit: Mapping[str, int]
     """Most items of the answer that have the same value of a filterable column: `{"category": 3}`. Of the ranking,
     items that would be one too many are left out; those without a value are not."""
+    k: int
+    unknown: UnknownIds
+    exclude_history: bool
+    stage1: int
+    explain: bool
+    columns: bool
+    boost_new: float
 
 
 @dataclass(frozen=True)
 class Options:
-    """How requests are answered. ValueError that names the option for a value that is none of its values."""
+    """How a request is answered. ValueError that names the option for a value that is none of its values."""
 
     k: int = 10
     """Items of an answer, at least 1; fewer where fewer are left."""
@@ -101,6 +110,9 @@ class Options:
             raise ValueError(f"stage1 is {self.stage1}; it must be at least k ({self.k})")
         if not isinstance(self.exclude_history, bool | None):
             raise ValueError(f"exclude_history is {self.exclude_history!r:.40}; it must be True, False or None")
+        for name in ("explain", "columns"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"{name} is {given!r:.40}; it must be True or False")
         if self.explain and self.k > MOST_EXPLAINED:
             raise ValueError(f"explain is for at most {MOST_EXPLAINED} items, and k is {self.k}")
         boost: object = self.boost_new
@@ -115,6 +127,44 @@ class Options:
             return self.stage1
         least = LEAST_OF_STAGE_1 if self.k < MANY else STAGE_1
         return max(self.k, min(STAGE_1, max(least, round(SHARE_OF_STAGE_1 * num_items))))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and how it is answered."""
+
+    request: Request
+    options: Options = Options()
+
+    @classmethod
+    def of(cls, request: Request, defaults: Mapping[str, Any]) -> "Question":
+        """Returns the question that a request asks.
+
+        Args:
+            request: The request, whose entries have not been checked yet.
+            defaults: Options for a request that does not say; `stage1` becomes at least the request's `k`.
+
+        Raises:
+            ValueError: An option has a value that is none of its values.
+        """
+        given = {}
+        if isinstance(request, Mapping):
+            given = {name: of for name in OPTIONS if (of := request.get(name)) is not None}
+        options = Options(**{**defaults, "stage1": None, **given})
+        least = defaults.get("stage1")
+        if least is not None and options.stage1 is None:
+            options = replace(options, stage1=max(least, options.k))
+        return cls(request, options)
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Questions of a group are answered by one call. Their k's differ by less than a factor of 2, so that a large
+        one does not slow the others down."""
+        return self.options.k.bit_length(), replace(self.options, k=1)
+
+
+OPTIONS = tuple(option.name for option in fields(Options))
+"""The entries of a request that say how it is answered."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +183,8 @@ class Asked:
     where: list[str] = field(default_factory=list)
     """Conditions, all of which must hold."""
     limit: Mapping[str, int] = field(default_factory=dict)
+    is_cold: bool = False
+    """Whether nothing is known of the user, so that what is popular is the answer."""
 
 
 class RequestReader:
@@ -150,12 +202,6 @@ class RequestReader:
         self._wanted = contents.about.model.wanted
         self.wants = [of for of in contents.vocabularies[WANTED + self._wanted] if of] if self._wanted else []
         self.derives_recency = has_recency and tuple(contents.vocabularies[RECENCY]) == RECENCY_VALUES
-
-    def read_all(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
-        """Requests, whose numbers count from `first`. ValueError, with the number, for one that cannot be answered."""
-        if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
-            raise ValueError(f"the requests are {requests!r:.100}; they must be a list of mappings, one for each user")
-        return [self.read(request, place, unknown) for place, request in enumerate(requests, first)]
 
     def read(self, request: Request, place: int, unknown: UnknownIds) -> Asked:
         """A request. ValueError, with its number, if it cannot be answered; values of features are not read here."""
@@ -184,11 +230,17 @@ class RequestReader:
         except ValueError as error:
             raise ValueError(f"request {place}: {error}") from None
         kept = [at for at, item in enumerate(items) if item != UNKNOWN or unknown == "unknown"]
-        if not kept and not self._about.schema.of("user"):
-            raise ValueError(f"request {place} names no known item; give at least one")
         known_events = [events[at] for at in kept] if events else None
         if known_events and want is not None:
             known_events[-1] = {**known_events[-1], WANTED + self._wanted: want}
+        counts = self._filters.columns.get(ACTIONS)
+        has_counts = counts is not None and counts.kind == "number"
+        knows_nothing = not kept and not user
+        if knows_nothing and not has_counts and not self._about.schema.of("user"):
+            raise ValueError(
+                f"request {place} names no known item, and the export has no column {ACTIONS!r}, which says what is "
+                f"popular; give an item, or export with --filterable {ACTIONS}"
+            )
         return Asked(
             place,
             [items[at] for at in kept],
@@ -199,6 +251,7 @@ class RequestReader:
             None if request.get("allowed") is None else self._some(_ids(request, "allowed", place)),
             self._conditions(request, place),
             self._limit(request, place),
+            knows_nothing and has_counts,
         )
 
     def _want(self, request: Request, place: int) -> str | None:

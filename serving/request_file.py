@@ -1,12 +1,12 @@
 """A file of requests -> a file of answers, one JSON value per line."""
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from logitmix.common.files import from_json, writing_whole
-from logitmix.serving.request import Options, Request
+from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 
 TOGETHER = 256
@@ -39,27 +39,37 @@ def _lines(path: Path) -> dict[int, str]:
     return {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
 
 
-def at_line(problem: str, path: Path) -> str:
-    """What is wrong with a request of a file, with its line in place of its number."""
-    found = re.match(r"request (\d+)", problem)
-    return f"{path}, line {[*_lines(path)][int(found[1])]}: the request{problem[found.end() :]}" if found else problem
-
-
 def answer_file(
     retriever: Retriever,
     requests: list[Request],
     out: Path,
-    options: Options,
+    defaults: Mapping[str, Any],
     advance: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Writes the answer of the retriever to each request, one list per line; the file appears complete or not
-    at all. `advance` is called with the number of requests answered since its last call.
+) -> dict[int, str]:
+    """Writes the answers of a retriever, one JSON object per line; the file appears complete or not at all.
 
-    Raises ValueError with the number of the request, from 0, that cannot be answered.
+    Args:
+        retriever: What answers.
+        requests: What is asked.
+        out: The file to write.
+        defaults: The options of requests that do not say, as of `Question.of`.
+        advance: Called with the number of requests answered since its last call.
+
+    Returns:
+        By number of a request, from 0, why it cannot be answered; its line has that as `error`.
     """
+    problems = {}
     with writing_whole(out) as file:
         for start in range(0, len(requests), TOGETHER):
             part = requests[start : start + TOGETHER]
-            for rows in retriever.answer(part, options, first=start):
-                file.write(json.dumps(rows) + "\n")
+            for number, answer in enumerate(retriever.ask(part, defaults), start):
+                file.write(json.dumps(answer) + "\n")
+                if "error" in answer:
+                    problems[number] = answer["error"]
             advance(len(part))
+    return problems
+
+
+def line_of(number: int, path: Path) -> int:
+    """The line of a file of requests that has the request with this number, from 0."""
+    return [*_lines(path)][number]

@@ -4,23 +4,27 @@ queries of it, and ranking.py finds their best items.
 Axes: B histories.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NotRequired
+from typing import Any, Literal, NotRequired
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
 from logitmix.modules.config import sees_times
 from logitmix.modules.schema import WANTED, require_kind
-from logitmix.serving.columns import NEW
+from logitmix.serving.columns import ACTIONS, NEW, Column
 from logitmix.serving.directory.format import Contents, signature
 from logitmix.serving.directory.reader import read
 from logitmix.serving.encoding import Encoder, Histories, finite, require_finite, too_large
@@ -30,8 +34,8 @@ from logitmix.serving.features import FeatureReader
 from logitmix.serving.group import Group
 from logitmix.serving.model import named, trained_tower
 from logitmix.serving.ranking import Ranker, Task, each
-from logitmix.serving.request import UNKNOWN, Asked, Options, Request, RequestReader, UnknownIds
-from logitmix.serving.topk import NOTHING, boosted, merge, split_keys
+from logitmix.serving.request import UNKNOWN, Asked, Options, Question, Request, RequestReader, UnknownIds, of_one
+from logitmix.serving.topk import NOTHING, boosted, merge, rank_keys, split_keys
 
 _FIRST, _GROWTH = 4, 16
 """How many times k items are looked at first where there are limits, and how many times more then."""
@@ -60,6 +64,27 @@ class Row(Named):
     """Its values of the filterable columns, without those that it lacks; where they are asked for."""
     why: NotRequired[Why]
     """Why it is there; where that is asked for."""
+
+
+class Missing(TypedDict):
+    """What of the items is out of reach, where shards rank them."""
+
+    missing_shards: NotRequired[list[int]]
+    """Shards that are out of reach, counted from 1."""
+    missing_share: NotRequired[float]
+    """Share of the items that they hold."""
+
+
+class Answer(Missing):
+    """The answer to one request: `items`, or the `error` that says why there are none."""
+
+    items: NotRequired[list[Row]]
+    """The best one first."""
+    fallback: NotRequired[Literal["popular"]]
+    """There where nothing is known of the user: the items are those with the most actions, and that number is their
+    score."""
+    error: NotRequired[str]
+    """What is wrong with the request, in one line."""
 
 
 class Retriever:
@@ -92,6 +117,8 @@ class Retriever:
         self.features = FeatureReader(about.schema, contents.vocabularies, contents.projections)
         tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
         self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)
+        self._by_actions: tuple[Column, Tensor] | None = None
+        """The column of actions, and the keys [X] of all items in its order."""
 
     @classmethod
     @naming_urls()
@@ -191,37 +218,91 @@ class Retriever:
     def recommend(
         self,
         requests: Sequence[Request],
-        k: int,
+        k: int = 10,
         unknown: UnknownIds = "skip",
         exclude_history: bool | None = None,
         stage1: int | None = None,
-    ) -> list[list[Row]]:
-        """The k best items for each request (fewer if fewer are left), for people and programs to read.
+    ) -> list[Answer]:
+        """Answers requests, each as HTTP's /retrieve would.
 
-        `unknown` says what happens to ids of the history that are not in the corpus: they are left out ("skip"),
-        replaced with an unknown item ("unknown"), or an error ("refuse"). A request without a history is answered from
-        its user's features, if the model has any. The rest is as in `retrieve`.
+        A request that cannot be answered has an `error` in place of `items`, and the others are answered. If nothing is
+        known of the user (no item of the history, no feature), the answer is what is popular.
 
-        Raises ValueError, with the request's number, from 0, for a request that cannot be answered.
+        Args:
+            requests: What is asked. An entry of a request counts before the argument of the same name.
+            k: Items of an answer; fewer if fewer are left.
+            unknown: What happens to ids of a history that are not in the corpus, as in `Options`.
+            exclude_history: Whether all items of a history are left out; by default as the model was evaluated.
+            stage1: Items that the h-indexer keeps for the similarity to rank, as in `Options`.
+
+        Returns:
+            An answer to each request, in their order.
+
+        Raises:
+            ValueError: The requests are no list, or an argument has a value that is none of its values.
         """
-        return self.answer(requests, Options(k, unknown, exclude_history, stage1))
+        if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+            raise ValueError(f"the requests are {requests!r:.100}; they must be a list of mappings, one for each user")
+        return self.ask(requests, asdict(Options(k, unknown, exclude_history, stage1)))
+
+    def ask(self, requests: Iterable[Request], defaults: Mapping[str, Any]) -> list[Answer]:
+        """As `recommend`, with defaults for any of the options."""
+        answers: dict[int, Answer] = {}
+        questions: dict[int, Question] = {}
+        for place, request in enumerate(requests):
+            try:
+                questions[place] = Question.of(request, defaults)
+            except ValueError as error:
+                answers[place] = {"error": f"the request: {error}"}
+        answers |= zip(questions, self.answer(list(questions.values())), strict=True)
+        return [answers[place] for place in sorted(answers)]
 
     @torch.inference_mode()
-    def answer(self, requests: Sequence[Request], options: Options, first: int = 0) -> list[list[Row]]:
-        """`recommend`, by options; the requests' numbers count from `first`."""
-        asked = self._all_asked(requests, options.unknown, first)
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
+        """The answer to each question. Those with the same options are ranked together."""
+        groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+        for place, question in enumerate(questions):
+            groups[question.group].append(place)
+        answers: dict[int, Answer] = {}
+        for places in groups.values():
+            answers |= zip(places, self._of_group([questions[place] for place in places]), strict=True)
+        return [answers[place] for place in range(len(questions))]
+
+    def _of_group(self, questions: Sequence[Question]) -> list[Answer]:
+        """Answers to questions with the same options but for k."""
+        try:
+            return self._together(questions)
+        except ValueError:
+            problems = self._problems([of.request for of in questions], questions[0].options)
+        good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
+        answers = iter(self._together(good) if good else ())
+        return [next(answers) if problem is None else {"error": of_one(problem)} for problem in problems]
+
+    def _together(self, questions: Sequence[Question]) -> list[Answer]:
+        """As `_of_group`. ValueError if one of them cannot be answered."""
+        options = replace(questions[0].options, k=max(of.options.k for of in questions))
+        asked = self._all_asked([of.request for of in questions], options.unknown)
         keys_BK = self._ranked(asked, options)
-        rows = self._rows(keys_BK)
-        if not (options.columns or options.explain):
-            return rows
-        found = split_keys(keys_BK)[0].tolist()
+        rows, found = self._rows(keys_BK), split_keys(keys_BK)[0].tolist()
         if options.columns:
             for of_request, items in zip(rows, found, strict=True):
                 for row, item in zip(of_request, items, strict=False):
                     row["columns"] = self.values(item)
         if options.explain:
             self._explain(rows, asked, found)
-        return rows
+        answers = []
+        for of, request, all_rows in zip(questions, asked, rows, strict=True):
+            best = all_rows[: of.options.k]
+            if not all(math.isfinite(row["score"]) for row in best):
+                problem = "the request's scores are not finite: a number among its features is too large"
+                answers.append(Answer(error=problem))
+                continue
+            answer: Answer = {"items": best}
+            if request.is_cold:
+                answer["fallback"] = "popular"
+            answer.update(self.missing)  # type: ignore[typeddict-item]
+            answers.append(answer)
+        return answers
 
     @torch.inference_mode()
     def rows(
@@ -252,9 +333,12 @@ class Retriever:
         """Says of each row why it is there."""
         sides = self._encoder.queries(asked).similarity if asked else ()
         for place, (of_request, request, items) in enumerate(zip(rows, asked, found, strict=True)):
-            query = tuple(part[place : place + 1] for part in sides)
-            known = [item for item in request.items[-self.config.encoder.max_length :] if item != UNKNOWN]
-            whys = explain(self.tower, self._ranker.items, query, items[: len(of_request)], known, self._named)
+            if request.is_cold:  # the model has no part in what is popular
+                whys = [Why(components=[], similar=[]) for _ in of_request]
+            else:
+                query = tuple(part[place : place + 1] for part in sides)
+                known = [item for item in request.items[-self.config.encoder.max_length :] if item != UNKNOWN]
+                whys = explain(self.tower, self._ranker.items, query, items[: len(of_request)], known, self._named)
             for row, why in zip(of_request, whys, strict=True):
                 row["why"] = why
 
@@ -289,9 +373,13 @@ class Retriever:
         """What both stages take of the queries: similarity.0, … and hindexer.0, each FP32 [B, ...]. Its product
         with a vector of hindexer.faiss is the h-indexer's score, and with one of similarity.faiss the similarity.
 
-        Raises ValueError as `recommend` does.
+        Raises ValueError, with the request's number, from 0, for one that is malformed or has nothing to encode.
         """
-        return named(self._encoder.queries(self._all_asked(requests, Options(unknown=unknown).unknown)))
+        asked = self._all_asked(requests, Options(unknown=unknown).unknown)
+        for of in asked:
+            if of.is_cold and not self.tower.schema.of("user"):
+                raise ValueError(f"request {of.place} names no known item; give at least one")
+        return named(self._encoder.queries(asked))
 
     @torch.inference_mode()
     def best(
@@ -317,9 +405,8 @@ class Retriever:
 
         return Retrieved(*split_keys(self._walked([limit] * len(excluded), options, ranked, new, only)))
 
-    @torch.inference_mode()
-    def problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:
-        """Why `answer` refuses each request when it is alone, and so number 0; None if it does not."""
+    def _problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:
+        """Why each request cannot be answered when it is alone, and so number 0; None if it can."""
         problems: list[str | None] = [None] * len(requests)
         try:
             if options.boost_new:
@@ -369,11 +456,11 @@ class Retriever:
         self._ranker.best(task, group)
 
     @property
-    def missing(self) -> dict[str, Any]:
+    def missing(self) -> Missing:
         """What the last answer of shards lacks."""
         return self.without(self._ranker.group.missed)
 
-    def without(self, parts: Sequence[int]) -> dict[str, Any]:
+    def without(self, parts: Sequence[int]) -> Missing:
         """For people and programs: which shards are missing, counted from 1, and the share of the items that is in
         them; empty where there are no shards."""
         if not self._ranker.group.has_shards:
@@ -381,22 +468,45 @@ class Retriever:
         items = sum(self._ranker.sizes[part] for part in parts)
         return {"missing_shards": [part + 1 for part in parts], "missing_share": round(items / self.num_items, 6)}
 
-    def _all_asked(self, requests: Sequence[Request], unknown: UnknownIds, first: int = 0) -> list[Asked]:
+    def _all_asked(self, requests: Sequence[Request], unknown: UnknownIds) -> list[Asked]:
+        """The requests, numbered from 0. ValueError, with the number, for one that cannot be answered."""
         self.files.check()
-        return self._reader.read_all(requests, unknown, first)
+        return [self._reader.read(request, place, unknown) for place, request in enumerate(requests)]
 
     def _ranked(self, asked: list[Asked], options: Options) -> Tensor:
         """Keys [B, k] of the best items for each request, or fewer than k if there are fewer items; on the CPU."""
 
         def ranked(rows: list[int], only: Allowed | None, most: int) -> Tensor:
-            parts = [torch.empty(0, min(most, self.num_items), dtype=torch.int64)]
-            for start in range(0, len(rows), _QUERIES):
-                some = [asked[row] for row in rows[start : start + _QUERIES]]
-                parts.append(self._ranker.rank(partial(self._task, some, options, only, most)).cpu())
-            return torch.cat(parts)
+            keys_BK = torch.full((len(rows), min(most, self.num_items)), NOTHING)
+            warm = [place for place, row in enumerate(rows) if not asked[row].is_cold]
+            for start in range(0, len(warm), _QUERIES):
+                places = warm[start : start + _QUERIES]
+                some = [asked[rows[place]] for place in places]
+                keys_BK[places] = self._ranker.rank(partial(self._task, some, options, only, most)).cpu()
+            for place in set(range(len(rows))).difference(warm):
+                popular_N = self._popular(asked[rows[place]], only)[: keys_BK.shape[1]]
+                keys_BK[place, : len(popular_N)] = popular_N
+            return keys_BK
 
         new = self.new_items() if options.boost_new else None
         return self._walked([of.limit for of in asked], options, ranked, new)
+
+    def _popular(self, asked: Asked, only: Allowed | None) -> Tensor:
+        """Keys [N] of the items that a request may find, those with the most actions first."""
+        column = self.filters.columns[ACTIONS]
+        if self._by_actions is None or self._by_actions[0] is not column:
+            keys_X = rank_keys(column.values.nan_to_num(0.0).float(), torch.arange(self.num_items))
+            self._by_actions = column, keys_X.sort(descending=True).values
+        keys_X = self._by_actions[1]
+        # Requests may also name items that were removed, which come after the others.
+        may_X = np.full(len(self.raw_ids), asked.allowed is None)
+        may_X[asked.allowed or []] = True
+        may_X[asked.blocked] = False
+        may_X = may_X[: self.num_items]
+        for mask in (only, self.filters.allowed(*asked.where) if asked.where else None):
+            if mask is not None:
+                may_X &= mask.mask
+        return keys_X[torch.from_numpy(may_X)[split_keys(keys_X)[0]]]
 
     def new_items(self) -> Allowed:
         """The items that are new, or of which nothing is known, by the column `new`. ValueError without one."""

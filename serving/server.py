@@ -406,9 +406,9 @@ def make_app(
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         state = getattr(request.state, "connection", None)
         try:
-            question = parse(await read_body(request), settings.stage1, settings.boost_new)
+            question = parse(await read_body(request), defaults)
             start = time.perf_counter()
-            answer = await batcher.ask(question, state)
+            answer, retriever = await batcher.ask(question, state)
         except ValueError as error:
             return error_response(400, str(error))
         except BodyRefused as error:
@@ -421,9 +421,11 @@ def make_app(
             return error_response(503, "the server stops", CLOSE)
         except ShardsLost as error:
             return error_response(503, str(error), BUSY)
+        if "error" in answer:
+            return error_response(400, answer["error"])
         if compared:
             compared.compare(question, answer, time.perf_counter() - start)
-        found = json_response({"items": answer.rows, **answer.missing, **identity(answer.retriever)})
+        found = json_response({**answer, **identity(retriever)})
         if unread.size + len(found.body) > UNREAD:
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         return found

@@ -2,15 +2,15 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from logitmix.serving.batcher import Answer, Batcher, Question, QueueFull
+from logitmix.serving.batcher import Batcher, QueueFull
 from logitmix.serving.live import LiveExport
 from logitmix.serving.metrics import SECONDS
-from logitmix.serving.retriever import Row
+from logitmix.serving.request import Question
+from logitmix.serving.retriever import Answer
 
 CUTOFFS = (1, 10, 100)
 """The agreement is that of so many first items, where a request asks for as many."""
@@ -48,20 +48,22 @@ class Shadow:
         if len(self._tasks) >= MOST:
             self._left_out.inc()
             return
-        task = asyncio.create_task(self._compare(question, answer.rows, seconds))
+        task = asyncio.create_task(self._compare(question, answer, seconds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _compare(self, question: Question, rows: Sequence[Row], seconds: float) -> None:
+    async def _compare(self, question: Question, answer: Answer, seconds: float) -> None:
         start = perf_counter()
         try:
-            found = (await self.batcher.ask(question)).rows
-        except (ValueError, QueueFull):  # features or options that this export does not have
+            found, _ = await self.batcher.ask(question)
+        except QueueFull:
+            found = {"error": "more requests wait than the shadow holds"}
+        if "error" in found:  # such as for features or options that this export does not have
             self._failures.inc()
             return
         self._seconds.labels("served").observe(seconds)
         self._seconds.labels("shadow").observe(perf_counter() - start)
         for at in CUTOFFS:
-            if at <= question.options.k and rows:
-                first, other = ({row["id"] for row in of[:at]} for of in (rows, found))
+            if at <= question.options.k and answer["items"]:
+                first, other = ({row["id"] for row in of["items"][:at]} for of in (answer, found))
                 self._agreement.labels(str(at)).observe(len(first & other) / len(first))

@@ -64,7 +64,7 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
     two_ranks.command(["report", "run", "--out", "report.html"], tmp_path)
     assert "model.similarity.kind</td><td>bilinear" in (tmp_path / "report.html").read_text()
     found = two_ranks.command(["retrieve", "served", *given, "--history", "B1,B2", "--json", "-k", "5"], tmp_path)
-    assert len(json.loads(found)) == 5
+    assert len(json.loads(found)["items"]) == 5
 
     manifest = json.loads((tmp_path / "served/manifest.json").read_text())
     assert set(manifest["plugins"]) == {"bilinear.py", "gru.py", "hinge.py"}

@@ -130,15 +130,17 @@ def read_delta(path: Path) -> Delta:
 
 
 def stamps(folder: Path) -> tuple[tuple[Any, ...], ...]:
-    """Differs when a delta has come to a folder, has gone, or has another file."""
+    """Returns the name of each delta in a folder, with what differs when one of its files is another. A folder without
+    files, or with a name that begins with a dot, is no delta."""
     found = []
-    for file in folder.glob(f"[!.]*/{DELTA_MANIFEST}"):
+    for delta in folder.glob("[!.]*/"):
         try:
-            of_files = {of.name: of.stat() for of in sorted(file.parent.iterdir())}
+            of_files = {of.name: of.stat() for of in sorted(delta.iterdir())}
         except OSError:  # it is gone
             continue
-        stats = ((name, of.st_ino, of.st_size, of.st_mtime_ns) for name, of in of_files.items())
-        found.append((file.parent.name, *stats))
+        if of_files:
+            stats = ((name, of.st_ino, of.st_size, of.st_mtime_ns) for name, of in of_files.items())
+            found.append((delta.name, *stats))
     return tuple(sorted(found))
 
 
@@ -184,8 +186,10 @@ def _read_deltas(folder: Path) -> tuple[dict[int, list[Delta]], list[str]]:
         for name, *_ in there:
             try:
                 delta = read_delta(folder / name)
-            except FileNotFoundError:  # it has gone
-                continue
+            except FileNotFoundError:
+                # If it has neither, it has gone, or something else is there, such as an export.
+                if (folder / name / ROWS).exists():
+                    problems.append(f"{folder / name} has no {DELTA_MANIFEST}; copy the whole delta, or remove it")
             except (ValueError, OSError) as error:
                 problems.append(" ".join(str(error).split()))
             else:

@@ -23,6 +23,7 @@ from typing import Any
 import jobs
 import numpy as np
 import pytest
+from asking import ranked_rows
 from folders import files_in
 from small_data import small_config
 from waiting import until
@@ -91,7 +92,7 @@ class Peace:
         jobs.run(exporting(day, "--out", f"exports/{name(day)}"), self.folder)
         retriever = Retriever.load(self.export(day))
         version = retriever.source.run, retriever.source.step
-        self.answers[version] = retriever.recommend([{"history": of} for of in HISTORIES], K)
+        self.answers[version] = ranked_rows(retriever.recommend([{"history": of} for of in HISTORIES], K))
 
     def export(self, day: int) -> Path:
         return self.folder / "exports" / name(day)

@@ -35,7 +35,7 @@ def test_the_hours_of_actions_are_a_feature(tmp_path: Path) -> None:
 
     def scores(*hours: float) -> list[float]:
         events = ["--events", json.dumps([{"hour": hour} for hour in hours])]
-        return [row["score"] for row in json.loads(command([*retrieve, *events, *plugin], tmp_path))]
+        return [row["score"] for row in json.loads(command([*retrieve, *events, *plugin], tmp_path))["items"]]
 
     assert scores(3, 24) == scores(3, 0)
     assert scores(3, 24) != pytest.approx(scores(3, 12), abs=1e-5)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
+from asking import ranked_rows
 from small_data import a_model, gather_table, losses_of, small_config, write_dataset
 
 from logitmix.modules.schema import USER
@@ -161,7 +162,9 @@ def test_an_export_knows_the_values_that_have_rows_and_no_other(folder: Path, tm
     dataset = load_dataset(folder / "data")
 
     def scores(user: dict[str, object]) -> list[float]:
-        return [row["score"] for row in retriever.recommend([{"history": ["item-3"], "user": user}], 10)[0]]
+        return [
+            row["score"] for row in ranked_rows(retriever.recommend([{"history": ["item-3"], "user": user}], 10))[0]
+        ]
 
     nobody = scores({})
     for feature, table, values in (("user", USER, dataset.vocabulary(USER)), ("favorites", "brand", [])):

@@ -91,7 +91,7 @@ def test_the_exported_model_retrieves_what_the_trained_one_ranks(
         assert hits.mean() == pytest.approx(results[f"hr@{k}"], abs=1e-12)
 
     words = ["retrieve", "exports/ring", "--history", "item3,item4,item5", "-k", "3", "--json"]
-    rows = json.loads(here(words, folder, capsys))
+    rows = json.loads(here(words, folder, capsys))["items"]
     assert rows == retriever.rows(["item3", "item4", "item5"], 3)
 
 

@@ -164,4 +164,4 @@ def test_a_killed_job_goes_on_elsewhere(
     jobs.run(["export", RUN, "--out", EXPORT], tmp_path, processes=2)
     elsewhere(tmp_path, monkeypatch, "fourth")
     answers = jobs.run(["retrieve", EXPORT, "--history", "item-1,item-2", "--json"], tmp_path, processes=2)
-    assert len(json.loads(answers)) == 10
+    assert len(json.loads(answers)["items"]) == 10

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import small_models
+from asking import ranked_rows
 from rich.console import Console
 from small_models import SmallModel, every_feature, export_small, raw_ids, small_model
 
@@ -86,7 +87,9 @@ REQUESTS: list[Request] = [
 def scores(retriever: Retriever, stage1: int | None = None, blocked: Sequence[int] = ()) -> list[dict[str, float]]:
     some = REQUESTS if retriever.tower.schema.of("user") else REQUESTS[2:]
     requests: list[Request] = [{**request, "blocked": [IDS[item] for item in blocked]} for request in some]
-    found = retriever.recommend(requests, stage1 or X, unknown="refuse", exclude_history=False, stage1=stage1)
+    found = ranked_rows(
+        retriever.recommend(requests, stage1 or X, unknown="refuse", exclude_history=False, stage1=stage1)
+    )
     return [{row["id"]: pytest.approx(row["score"], abs=2e-5) for row in rows} for rows in found]
 
 
@@ -148,7 +151,9 @@ def test_the_items_of_a_table_alone_are_left(tmp_path: Path) -> None:
         "added": 7, "changed": 0, "unchanged": 11, "removed": X - 11, "num_items": 18,
     }  # fmt: skip
     retriever = Retriever.load(served)
-    (rows,) = retriever.recommend([{"history": [IDS[0], "new 1"]}], X, unknown="refuse", exclude_history=False)
+    (rows,) = ranked_rows(
+        retriever.recommend([{"history": [IDS[0], "new 1"]}], X, unknown="refuse", exclude_history=False)
+    )
     assert {row["id"] for row in rows} == {*IDS[9:20], *(f"new {n}" for n in range(7))}
     # Then nothing changes, and nothing is written.
     before = (served / "manifest.json").stat()

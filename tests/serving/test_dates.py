@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from asking import ranked_rows
 from small_models import SmallModel, export_small, raw_ids
 
 from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, SASRecConfig
@@ -62,7 +63,7 @@ def test_scores_are_those_of_the_age_at_each_request(served: Path) -> None:
         {"history": names[3:5], "timestamps": [0, 19_060 * DAY * 1000]},
         {"history": names[:1]},
     ]
-    found = retriever.recommend(requests, X, exclude_history=False)
+    found = ranked_rows(retriever.recommend(requests, X, exclude_history=False))
     for rows, now in zip(found, (19_001, 19_050 + 1 / 12, 19_060, None), strict=True):
         expected = [0.0 if now is None or date == NO_DATE else of_age(now - float(date)) for date in DATES]
         assert [{row["id"]: row["score"] for row in rows}[name] for name in names] == pytest.approx(expected, abs=2e-6)
@@ -76,7 +77,7 @@ def test_items_are_added_with_dates_in_any_form(served: Path, tmp_path: Path, re
     table.write_text(f"item,released\na,2022-03-01\nb,\nc,31.03.2022\n{old},2022-03-20\n")
     cli.main(["update-items", str(export), "--items", str(table)])
     asked: Request = {"history": [old], "time": 19_085 * DAY * 1000}
-    (rows,) = Retriever.load(export).recommend([asked], X + 3, exclude_history=False)
+    (rows,) = ranked_rows(Retriever.load(export).recommend([asked], X + 3, exclude_history=False))
     score = {row["id"]: row["score"] for row in rows}
     # Days 19,052, none, 19,082 and 19,071.
     expected = [of_age(33), 0.0, of_age(3), of_age(14)]
@@ -103,5 +104,7 @@ def test_a_user_without_a_history_is_asked_at_the_time(tmp_path: Path) -> None:
         tower.config, torch.randn(X, 8), tower, {"country": torch.randn(2, 8)}, {"released": Column(DATES)}
     )
     retriever = Retriever.load(export_small(model, tmp_path / "served"))
-    at = [retriever.recommend([{"user": {}, "time": time * DAY}], X)[0] for time in (19_000, 19_000, 19_050)]
+    at = [
+        ranked_rows(retriever.recommend([{"user": {}, "time": time * DAY}], X))[0] for time in (19_000, 19_000, 19_050)
+    ]
     assert at[0] == at[1] != at[2]

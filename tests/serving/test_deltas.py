@@ -169,6 +169,9 @@ def renumber(delta: Path, **fields: Any) -> None:
     DELTA.write(delta / DELTA_MANIFEST, DELTA.read(delta / DELTA_MANIFEST) | fields)
 
 
+WITHOUT = f"d3 has no {DELTA_MANIFEST}; copy the whole delta, or remove it"
+
+
 def refusals() -> dict[str, tuple[Any, int, str]]:
     """What happens to three deltas, how many are still applied, and what is said."""
 
@@ -193,6 +196,7 @@ def refusals() -> dict[str, tuple[Any, int, str]]:
         "doubled": (twice, 1, "both have number 2; remove the one that is not wanted"),
         "reordered": (swapped, 1, "; deltas of another export need a folder of their own"),
         "damaged": (damaged, 2, f"{ROWS} is damaged (its SHA-256 is not that in delta.json)"),
+        "without its delta.json": (lambda folder: (folder / "d3" / DELTA_MANIFEST).unlink(), 2, WITHOUT),
         "edited": (changed, 1, f"{DELTA_MANIFEST} is damaged (its sha256 is not that of its content)"),
     }
 
@@ -200,7 +204,7 @@ def refusals() -> dict[str, tuple[Any, int, str]]:
 @pytest.mark.parametrize("name", refusals())
 def test_what_is_not_in_order_is_refused_and_the_rest_is_served(chain: Chain, tmp_path: Path, name: str) -> None:
     change, applied, said = refusals()[name]
-    rows = (chain.deltas / "d3" / ROWS).read_bytes()
+    rows, manifest = ((chain.deltas / "d3" / file).read_bytes() for file in (ROWS, DELTA_MANIFEST))
     change(chain.deltas)
     lines: list[str] = []
     export = LiveExport(chain.base, lines.append, deltas=chain.deltas)
@@ -212,8 +216,9 @@ def test_what_is_not_in_order_is_refused_and_the_rest_is_served(chain: Chain, tm
     with pytest.raises(ValueError) as raised:
         fold(chain.base, chain.deltas, tmp_path / "out")
     assert said in str(raised.value) and not (tmp_path / "out").exists()
-    if name == "damaged":
+    if name in ("damaged", "without its delta.json"):
         (chain.deltas / "d3" / ROWS).write_bytes(rows)
+        (chain.deltas / "d3" / DELTA_MANIFEST).write_bytes(manifest)
         until(export.refresh)
         assert (export.retriever.delta, export.refused) == (3, "")
 

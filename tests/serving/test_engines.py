@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from asking import ranked_rows
 from small_models import export_small, small_model
 
 from logitmix.serving.request import Request
@@ -53,8 +54,8 @@ def test_ivfpq_holds_each_item_at_its_place(indexed: Path, vectors: torch.Tensor
 def assert_ranked(retriever: Retriever, ids: list[str], without: list[str]) -> None:
     """Stage 2 ranks an engine's candidates, exactly these, as it ranks them among all items."""
     request: Request = {"history": [retriever.raw_ids[7]], "blocked": without}
-    (everything,) = retriever.recommend([request], X, stage1=X)
-    (found,) = retriever.recommend([{**request, "allowed": ids}], X)
+    (everything,) = ranked_rows(retriever.recommend([request], X, stage1=X))
+    (found,) = ranked_rows(retriever.recommend([{**request, "allowed": ids}], X))
     assert [row["id"] for row in found] == [row["id"] for row in everything if row["id"] in ids]
     expected = [row["score"] for row in everything if row["id"] in ids]
     # A product's rounding error is that of its terms, also where these cancel.

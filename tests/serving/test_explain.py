@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from asking import answered
 from small_models import export_small, small_model
 from torch.nn import functional as F
 
@@ -23,7 +24,7 @@ X = 60
 def test_the_products_are_those_of_the_score(tmp_path: Path, kind: str, item_cache: bool, precision: str) -> None:
     model = small_model(kind, X)
     retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=item_cache, precision=precision))
-    (rows,) = retriever.answer([{"history": ["id 7", "id 14"]}], Options(20, explain=True))
+    (rows,) = answered(retriever, [{"history": ["id 7", "id 14"]}], Options(20, explain=True))
     query = retriever._encoder.queries([retriever._reader.checked([1, 2], 0)]).similarity
     items = retriever.indices_of([row["id"] for row in rows])
     similarity = model.tower.similarity
@@ -45,7 +46,7 @@ def test_the_items_of_the_history_that_are_most_like_it(tmp_path: Path) -> None:
     retriever = Retriever.load(export_small(model, tmp_path / "served"))
     history = [1, 2, 3, 4, 2]
     request = {"history": ["no such item", *(f"id {7 * item}" for item in history)]}
-    (rows,) = retriever.answer([request], Options(10, "unknown", explain=True))
+    (rows,) = answered(retriever, [request], Options(10, "unknown", explain=True))
     vector_XD = F.normalize(retriever._ranker.items.rows(torch.arange(X)), dim=1)
     for row, item in zip(rows, retriever.indices_of([row["id"] for row in rows]), strict=True):
         assert row["why"]["components"] == []
@@ -61,7 +62,7 @@ def test_who_does_not_ask_is_not_told(tmp_path: Path, capsys: pytest.CaptureFixt
     request = [str(folder), "--history", "id 7", "-k", "3"]
     for words, told in (([], False), (["--explain"], True)):
         cli.main(["retrieve", *request, "--json", *words])
-        assert ["why" in row for row in json.loads(capsys.readouterr().out)] == [told] * 3
+        assert ["why" in row for row in json.loads(capsys.readouterr().out)["items"]] == [told] * 3
         cli.main(["retrieve", *request, *words])
         assert ("most like" in capsys.readouterr().out) == told
     with pytest.raises(ValueError, match="explain is for at most 100 items, and k is 101"):

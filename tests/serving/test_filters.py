@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import small_models
 import torch
+from asking import answered, ranked_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SmallModel, brute_force, export_small, raw_ids, small_columns, small_model
@@ -85,9 +86,9 @@ def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.Da
     k = data.draw(st.sampled_from([1, 10, STAGE_1]))
     options = Options(k, exclude_history=exclude, stage1=stage1)
     other: Request = {"history": [IDS[1]], "where": "category is null"}
-    found, _ = served.one.answer([request, other], options)
+    found, _ = answered(served.one, [request, other], options)
     assert [row["id"] for row in found] == served.ranking(history, may, exclude, stage1)[:k]
-    assert served.several.answer([request, other], options)[0] == found
+    assert answered(served.several, [request, other], options)[0] == found
 
 
 @given(data=st.data())
@@ -105,9 +106,9 @@ def test_limits_are_those_of_a_walk_through_the_ranking(served: Served, data: st
             expected.append(raw_id)
             seen.update(of)
     options = Options(k, exclude_history=True, stage1=stage1)
-    found, alone = served.one.answer([request, other], options)
+    found, alone = answered(served.one, [request, other], options)
     assert [row["id"] for row in found] == expected[:k]
-    assert served.several.answer([request, other], options) == [found, alone]
+    assert answered(served.several, [request, other], options) == [found, alone]
     assert [row["id"] for row in alone] == served.ranking([1], [True] * X, True, stage1)[:k]
 
 
@@ -133,10 +134,10 @@ def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.Dat
             expected += [(-score, item) for item, score in enumerate(score_X.tolist()) if score > -torch.inf]
         options = Options(k, exclude_history=True, stage1=stage1, boost_new=boost)
         requests: list[Request] = [{"history": [IDS[of] for of in history], "where": f"in_stock >= {least}"}]
-        (found,) = served.one.answer(requests, options)
+        (found,) = answered(served.one, requests, options)
         assert [row["id"] for row in found] == [IDS[item] for _, item in sorted(expected)[:k]]
         assert [row["score"] for row in found] == pytest.approx([-score for score, _ in sorted(expected)[:k]], abs=1e-4)
-        assert served.several.answer(requests, options) == [found]
+        assert answered(served.several, requests, options) == [found]
     finally:
         for retriever in (served.one, served.several):
             served.give(retriever)
@@ -145,8 +146,9 @@ def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.Dat
 def test_a_boost_needs_to_know_what_is_new(served: Served) -> None:
     said = "boost_new needs an export that says what is new: logitmix export --filterable new"
     with pytest.raises(ValueError, match=said):
-        served.one.answer([{"history": [IDS[3]]}], Options(boost_new=1.0))
-    assert served.one.problems([{"history": [IDS[3]]}] * 2, Options(boost_new=1.0)) == [said] * 2
+        answered(served.one, [{"history": [IDS[3]]}], Options(boost_new=1.0))
+    request: Request = {"history": [IDS[3]], "boost_new": 1.0}
+    assert served.one.recommend([request, {"history": [IDS[3]]}, request])[::2] == [{"error": said}] * 2
     for wrong in (float("nan"), float("inf"), True, "1"):
         with pytest.raises(ValueError, match=r"boost_new is .*; it must be a finite number"):
             Options(boost_new=wrong)  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ def test_a_default_joins_what_requests_say(served: Served) -> None:
     stock = [of == 1 for of in served.columns["in_stock"]]
     cheap = [of and place < 50 for of, place in zip(stock, served.columns["place"], strict=True)]
     requests: list[Request] = [{"history": [IDS[3]]}, {"history": [IDS[3]], "where": "place < 50 or place < 0"}]
-    for rows, may in zip(retriever.recommend(requests, X, stage1=X), (stock, cheap), strict=True):
+    for rows, may in zip(ranked_rows(retriever.recommend(requests, X, stage1=X)), (stock, cheap), strict=True):
         assert [row["id"] for row in rows] == served.ranking([3], may, True, None)
     found = retriever.retrieve([[3]], X, stage1=X).items
     assert [IDS[item] for item in found[0].tolist() if item >= 0] == served.ranking([3], stock, True, None)
@@ -175,7 +177,7 @@ def test_a_default_joins_what_requests_say(served: Served) -> None:
 def test_values_are_shown_to_who_asks(tmp_path: Path) -> None:
     folder = export_small(small_model("mol", X), tmp_path / "served")
     columns, retriever = small_columns(X), Retriever.load(folder)
-    (rows,) = retriever.answer([{"history": [IDS[3]]}], Options(50, columns=True))
+    (rows,) = answered(retriever, [{"history": [IDS[3]]}], Options(50, columns=True))
     for row in rows:
         of = {name: values[IDS.index(row["id"])] for name, values in columns.items()}
         expected = {name: str(value) if name == "since" else value for name, value in of.items() if value is not None}
@@ -214,12 +216,15 @@ def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = str(export_small(small_model("mol", X), tmp_path / "served"))
     words = ["--where", "price > 5 and category != a", "--limit", '{"category": 3}', "--json"]
     cli.main(["retrieve", folder, "--history", IDS[3], *words])
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["items"]
     columns, items = small_columns(X), [IDS.index(row["id"]) for row in rows]
     assert all(columns["price"][item] > 5 for item in items)
     assert Counter(columns["category"][item] for item in items) == {"b b": 3, "c's": 3, "d": 3}
     cli.main(["retrieve", folder, "--history", IDS[3], "--where", "category = none", "--json"])
-    assert capsys.readouterr() == ("[]\n", "no item is left by --where, --allowed, --blocked and the history\n")
+    assert capsys.readouterr() == (
+        '{"items": []}\n',
+        "no item is left by --where, --allowed, --blocked and the history\n",
+    )
 
 
 def test_what_the_command_does_not_use_is_said(
@@ -228,7 +233,7 @@ def test_what_the_command_does_not_use_is_said(
     words = ["retrieve", str(export_small(small_model("mol", X), tmp_path / "served")), "--history", IDS[3], "--json"]
     cli.main([*words, "--allowed", f"new,{IDS[5]},newer", "--blocked", IDS[6], "--time", "5"])
     said = capsys.readouterr()
-    assert [row["id"] for row in json.loads(said.out)] == [IDS[5]]
+    assert [row["id"] for row in json.loads(said.out)["items"]] == [IDS[5]]
     assert said.err.splitlines() == [
         "2 of 3 ids of --allowed are no items, such as 'new'",
         "--timestamps and --time are not used: the model has no recency, times or dates",
@@ -237,9 +242,17 @@ def test_what_the_command_does_not_use_is_said(
         *words, "--want", "a"
     )
     file = tmp_path / "asked.jsonl"
-    file.write_text('\n["nobody"]\n')
-    problem = refusal(*words[:2], "--histories", str(file), "--out", str(tmp_path / "out.jsonl"))
-    assert f"{file}, line 2: the request: no item of " in problem and not (tmp_path / "out.jsonl").exists()
+    file.write_text(f'\n["nobody"]\n\n["{IDS[3]}"]\n{{"history": ["{IDS[3]}"], "k": 0}}\n')
+    out = tmp_path / "out.jsonl"
+    cli.main([*words[:2], "--histories", str(file), "--out", str(out)])
+    problem = f"the request: no item of demo has the id 'nobody'; give raw ids of its {X} items, such as 'id 0'"
+    assert capsys.readouterr() == (
+        f"{out}: 1 request answered\n",
+        f"2 requests cannot be answered, such as {file}, line 2: {problem}\n",
+    )
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [*answers[0].items()] == [("error", problem)] and len(answers[1]["items"]) == 10
+    assert answers[2] == {"error": "the request: k is 0; it must be at least 1"}
 
 
 def test_attributes_change_without_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +272,7 @@ def test_attributes_change_without_an_export(tmp_path: Path, monkeypatch: pytest
     export = LiveExport(folder, said.append, where="in_stock = 1", attributes=file)
 
     def require(*more: str) -> None:
-        (rows,) = export.retriever.recommend([{"history": [IDS[3]]}], X, exclude_history=False)
+        (rows,) = ranked_rows(export.retriever.recommend([{"history": [IDS[3]]}], X, exclude_history=False))
         assert {row["id"] for row in rows} == {raw_id for raw_id in IDS if stock[raw_id]} | {*more}
 
     require(first)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import ranked_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import one_of_each
@@ -111,7 +112,7 @@ def test_a_query_is_asked_at_its_time_and_each_earlier_one_at_the_next_action(tm
             {"history": [retriever.raw_ids[item] for item in history], "timestamps": times, "time": times[-1] + later}
             for history, times in zip(histories, acted, strict=True)
         ]
-        rows = retriever.recommend(requests, 10)
+        rows = ranked_rows(retriever.recommend(requests, 10))
         found = [[(retriever.raw_ids.find(row["id"]), row["score"]) for row in of_request] for of_request in rows]
         best = brute_force(model, histories, times=(acted, asked)).similarity_BX.topk(10)
         assert [[item for item, _ in of_request] for of_request in found] == best.indices.tolist()
@@ -246,31 +247,37 @@ def test_no_histories_no_rows(tmp_path: Path) -> None:
         (lambda r: r.indices_of(["id 7", "seven", 8]), "no item of demo has the id 'seven', '8'; .*such as 'id 0'"),
         (lambda r: r.rows([], 3), "history 0 is empty"),
         (lambda r: r.rows("id 7", 3), "the list of ids is 'id 7'; it must be a list"),
-        (lambda r: r.recommend([{"history": "id 7"}], 3), "request 0: history is 'id 7'; it must be a list"),
         (
-            lambda r: r.answer([{"history": ["id 7"], "blocked": 7}], Options(3), first=4),
-            "request 4: blocked is 7; it must be a list",
+            lambda r: ranked_rows(r.recommend([{"history": "id 7"}], 3)),
+            "request 0: history is 'id 7'; it must be a list",
         ),
         (
-            lambda r: r.recommend([{"history": ["id 7"], "events": [None]}], 3),
+            lambda r: ranked_rows(r.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "blocked": 7}], 3)),
+            "request 1: blocked is 7; it must be a list",
+        ),
+        (
+            lambda r: ranked_rows(r.recommend([{"history": ["id 7"], "events": [None]}], 3)),
             "request 0: user or an event is None",
         ),
         (
-            lambda r: r.recommend([{"history": ["id 7"], "user": []}], 3),
+            lambda r: ranked_rows(r.recommend([{"history": ["id 7"], "user": []}], 3)),
             r"request 0: user or an event is \[\]",
         ),
         (
-            lambda r: r.recommend([{"history": ["id 7"], "timestamps": 5}], 3),
+            lambda r: ranked_rows(r.recommend([{"history": ["id 7"], "timestamps": 5}], 3)),
             "request 0: timestamps is 5; it must be",
         ),
-        (lambda r: r.recommend([{"historie": []}], 3), "request 0 has the entry 'historie'; there are: history, times"),
         (
-            lambda r: r.recommend([{"history": ["a", "b"], "timestamps": [5, 4]}], 3),
+            lambda r: ranked_rows(r.recommend([{"historie": []}], 3)),
+            "request 0 has the entry 'historie'; there are: history, times",
+        ),
+        (
+            lambda r: ranked_rows(r.recommend([{"history": ["a", "b"], "timestamps": [5, 4]}], 3)),
             "request 0: its timestamps fall, from 5 to 4; they must be oldest first",
         ),
         (
-            lambda r: r.answer([{"history": ["x"]}], Options(3, "refuse"), first=9),
-            "request 9: no item of demo has the id 'x'",
+            lambda r: ranked_rows(r.recommend([{"history": ["x"]}], unknown="refuse")),
+            "request 0: no item of demo has the id 'x'",
         ),
     ],
 )
@@ -291,24 +298,24 @@ def test_what_is_no_id_is_refused_and_not_dropped(tmp_path: Path) -> None:
     for entry in ("history", "allowed", "blocked"):
         for wrong in NOT_IDS:
             with pytest.raises(ValueError, match=f"request 0: {entry} has an id that is .*; it must be text or"):
-                retriever.recommend([{"history": ["id 7"], entry: ["id 0", wrong]}], 3)  # type: ignore[misc]
+                ranked_rows(retriever.recommend([{"history": ["id 7"], entry: ["id 0", wrong]}], 3))  # type: ignore[misc]
         for wrong in (b"id 7", "id 7", {"id 7": 1}, 7, np.array(7)):
             with pytest.raises(ValueError, match=f"request 0: {entry} is .*; it must be a list"):
-                retriever.recommend([{"history": ["id 7"], entry: wrong}], 3)  # type: ignore[misc]
+                ranked_rows(retriever.recommend([{"history": ["id 7"], entry: wrong}], 3))  # type: ignore[misc]
     with pytest.raises(ValueError, match="an id that is 7"):
         retriever.rows([7.0], 3)  # type: ignore[list-item]
     calls: list[Callable[[], object]] = [
-        lambda: retriever.recommend([{"history": ["id 7"], "timestamps": [True]}], 3),
-        lambda: retriever.recommend([{"history": ["id 7"], "timestamps": [1.0]}], 3),  # type: ignore[list-item]
-        lambda: retriever.recommend([{"history": {"id 7"}}], 3),  # type: ignore[typeddict-item]
-        lambda: retriever.recommend([{"history": ["id 7"]}], 3.0),  # type: ignore[arg-type]
-        lambda: retriever.recommend([{"history": ["id 7"]}], True),
-        lambda: retriever.recommend([{"history": ["id 7"]}], 3, "sikp"),  # type: ignore[arg-type]
-        lambda: retriever.recommend([{"history": ["id 7"]}], 3, exclude_history="no"),  # type: ignore[arg-type]
-        lambda: retriever.recommend([{"history": ["id 7"]}], 3, stage1=9.5),  # type: ignore[arg-type]
-        lambda: retriever.recommend({"history": ["id 7"]}, 3),  # type: ignore[arg-type]
-        lambda: retriever.recommend([["id 7"]], 3),  # type: ignore[list-item]
-        lambda: retriever.recommend(None, 3),  # type: ignore[arg-type]
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"], "timestamps": [True]}], 3)),
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"], "timestamps": [1.0]}], 3)),  # type: ignore[list-item]
+        lambda: ranked_rows(retriever.recommend([{"history": {"id 7"}}], 3)),  # type: ignore[typeddict-item]
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"]}], 3.0)),  # type: ignore[arg-type]
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"]}], True)),
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"]}], 3, "sikp")),  # type: ignore[arg-type]
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"]}], 3, exclude_history="no")),  # type: ignore[arg-type]
+        lambda: ranked_rows(retriever.recommend([{"history": ["id 7"]}], 3, stage1=9.5)),  # type: ignore[arg-type]
+        lambda: ranked_rows(retriever.recommend({"history": ["id 7"]}, 3)),  # type: ignore[arg-type]
+        lambda: ranked_rows(retriever.recommend([["id 7"]], 3)),  # type: ignore[list-item]
+        lambda: ranked_rows(retriever.recommend(None, 3)),  # type: ignore[arg-type]
         lambda: retriever.retrieve([[True]], 3),
         lambda: retriever.retrieve([b"ab"], 3),
         lambda: Retriever.load(tmp_path / "served", None),  # type: ignore[arg-type]
@@ -326,13 +333,13 @@ def test_numbers_of_numpy_and_torch_are_ids(tmp_path: Path) -> None:
     ids = [str(item) for item in range(30)]
     contents = read(export_small(small_model("dot", 30), tmp_path / "served"))
     retriever = Retriever(dataclasses.replace(contents, raw_ids=in_order(ids)))
-    expected = retriever.recommend([{"history": ["3", "1"], "blocked": ["7"]}], 30)
+    expected = ranked_rows(retriever.recommend([{"history": ["3", "1"], "blocked": ["7"]}], 30))
     lists: list[Any] = [[3, 1], (3, "1"), np.array([3, 1]), np.array(["3", "1"]), torch.tensor([3, 1])]
     lists.append([torch.tensor(3), np.uint8(1)])
     for history in lists:
         for blocked in ([7], {"7"}, np.array([7], np.uint64), torch.tensor([7])):
             request: Any = {"history": history, "blocked": blocked, "allowed": None, "user": None}
-            assert retriever.recommend([request], np.int64(30)) == expected  # type: ignore[arg-type]
+            assert ranked_rows(retriever.recommend([request], np.int64(30))) == expected  # type: ignore[arg-type]
 
 
 def test_long_lists_of_ids_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,9 +348,9 @@ def test_long_lists_of_ids_are_found_once(tmp_path: Path, monkeypatch: pytest.Mo
     places = Texts.places
     monkeypatch.setattr(Texts, "places", lambda self, texts: calls.append(len(texts)) or places(self, texts))
     retriever._reader._places_of_list = functools.lru_cache(4)(retriever.raw_ids.places)
-    left = {row["id"] for row in retriever.recommend([{"history": ids[:1], "blocked": blocked}], X)[0]}
+    left = {row["id"] for row in ranked_rows(retriever.recommend([{"history": ids[:1], "blocked": blocked}], X))[0]}
     assert left == set(ids[200:])
-    retriever.recommend([{"history": ids[:1], "blocked": list(blocked)}], X)
+    ranked_rows(retriever.recommend([{"history": ids[:1], "blocked": list(blocked)}], X))
     assert calls == [201]
 
 
@@ -377,9 +384,9 @@ def test_only_allowed_items_are_ranked_and_blocked_ones_left_out(tmp_path: Path,
         {"history": history, "allowed": [*allowed, "unknown"], "blocked": blocked},
         {"history": history, "allowed": []},
     ]
-    whole, only, without, both, none = retriever.recommend(requests, 10 if stage1 else 30, stage1=stage1)
+    whole, only, without, both, none = ranked_rows(retriever.recommend(requests, 10 if stage1 else 30, stage1=stage1))
     # Of a batch as large, on which rounding depends.
-    best = retriever.recommend([requests[0]] * len(requests), 30)[0]
+    best = ranked_rows(retriever.recommend([requests[0]] * len(requests), 30))[0]
     scores = {row["id"]: row["score"] for row in best}
 
     def ranking(rows: list[Row]) -> list[str]:
@@ -403,19 +410,25 @@ def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monk
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     done: list[int] = []
     requests = request_file.read_requests(tmp_path / "asked.jsonl")
-    request_file.answer_file(retriever, requests, tmp_path / "out.jsonl", Options(4), advance=done.append)
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    expected = retriever.recommend([{"history": line} if isinstance(line, list) else line for line in asked], 4)
+    assert not request_file.answer_file(retriever, requests, tmp_path / "out.jsonl", {"k": 4}, advance=done.append)
+    answers = ranked_rows([json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()])
+    expected = ranked_rows(
+        retriever.recommend([{"history": line} if isinstance(line, list) else line for line in asked], 4)
+    )
     for rows, of_request in zip(answers, expected, strict=True):
         assert [row["id"] for row in rows] == [row["id"] for row in of_request]
         assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in of_request], abs=1e-4)
     assert done == [2, 1]
-    with pytest.raises(ValueError, match="request 2 names no known item"):
-        request_file.answer_file(retriever, [*requests[:2], {"history": ["new"]}], tmp_path / "none.jsonl", Options(4))
+    assert [*request_file.answer_file(retriever, [*requests, {"history": ["new"]}], tmp_path / "out.jsonl", {})] == [3]
     file = tmp_path / "asked.jsonl"
     file.write_text('\n["a"]\n\n["b"]\n')
-    assert request_file.at_line("request 1: no", file) == f"{file}, line 4: the request: no"
-    assert request_file.at_line("k is 0", file) == "k is 0"
+    assert [request_file.line_of(number, file) for number in (0, 1)] == [2, 4]
+
+    def ends(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        request_file.answer_file(retriever, requests, tmp_path / "none.jsonl", {}, advance=ends)
     assert {path.name for path in tmp_path.iterdir()} == {"asked.jsonl", "out.jsonl", "served"}
     for line, said in (("[1", "not JSON"), ("[" * 100_000, "not JSON"), ("3", "it must be a list of ids")):
         (tmp_path / "wrong.jsonl").write_text("[]\n" + line)
@@ -529,7 +542,7 @@ def test_devices_that_share_the_items_answer_as_one(
         expected, found = (of.retrieve(histories, 10, stage1=stage1) for of in (one, several))
         assert torch.equal(found.items, expected.items) and torch.equal(found.scores, expected.scores)
     requests: list[Request] = [{"history": ["id 7"], "allowed": [f"id {item * 7}" for item in range(90)]}]
-    assert several.recommend(requests, 9, stage1=40) == one.recommend(requests, 9, stage1=40)
+    assert ranked_rows(several.recommend(requests, 9, stage1=40)) == ranked_rows(one.recommend(requests, 9, stage1=40))
     with pytest.raises(ValueError, match="there is no device tpu to retrieve on"):
         Retriever.load(path, ["cpu", "tpu"])
 
@@ -547,7 +560,7 @@ def test_allowed_items_pass_stage_1_where_they_are_many(tmp_path: Path, count: i
     scores = brute_force(model, [*histories, histories[0]])
     for b, only in enumerate(allowed):
         scores.leave_out(~torch.isin(torch.arange(X), torch.tensor(only)), b)
-    found = retriever.recommend(requests, 5, stage1=40)
+    found = ranked_rows(retriever.recommend(requests, 5, stage1=40))
     for rows, score_X in zip(found, scores.two_stages(40), strict=True):
         assert [row["score"] for row in rows] == pytest.approx(score_X.topk(5).values.tolist(), rel=1e-5, abs=1e-5)
 
@@ -577,7 +590,7 @@ def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch
     before = anonymous_memory()
     retriever = Retriever.load(path)
     requests: list[Request] = [{"user": {"zips": [str(row), "none", 399_999]}} for row in range(0, rows, 40_000)]
-    found = retriever.recommend(requests, 10)
+    found = ranked_rows(retriever.recommend(requests, 10))
     # A row is 16 numbers wide, and a value's bytes and place are more than half as much.
     assert anonymous_memory() - before < rows * 16 * 4 / 8
     assert len({ranking[0]["score"] for ranking in found}) == len(requests)

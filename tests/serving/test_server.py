@@ -29,6 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import uvicorn
+from asking import answered
 from small_models import every_feature, export_small, in_order, random_histories, raw_ids, small_model
 from waiting import until
 
@@ -40,15 +41,15 @@ from logitmix.serving import connection as connection_module
 from logitmix.serving import live as live_module
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
-from logitmix.serving.batcher import BATCH, Answer, Batcher, ClientGone, Question, QueueFull
+from logitmix.serving.batcher import BATCH, Answered, Batcher, ClientGone, QueueFull
 from logitmix.serving.body import MAX_K
 from logitmix.serving.body import parse as parse_body
 from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.guards import Allowed, read_token
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
-from logitmix.serving.request import Options, Request
-from logitmix.serving.retriever import Retriever, Row
+from logitmix.serving.request import Options, Question, Request
+from logitmix.serving.retriever import Answer, Retriever, Row
 from logitmix.serving.server import Settings, make_server
 from logitmix.serving.tls import Tls
 from logitmix.trainer import cli
@@ -183,7 +184,7 @@ def questions() -> list[Question]:
 
 
 def one_by_one(retriever: Retriever, of: Question) -> ROWS:
-    return retriever.answer([of.request], of.options)[0]
+    return answered(retriever, [of.request], of.options)[0]
 
 
 @asynccontextmanager
@@ -203,7 +204,7 @@ async def at_once(batcher: Batcher, of: Sequence[Question], clients: Sequence[An
     return await asyncio.gather(*map(batcher.ask, of, clients), return_exceptions=True)
 
 
-def in_batches(retriever: Retriever | None, of: Sequence[Question]) -> tuple[list[Any], list[int]]:
+def in_batches(retriever: Any, of: Sequence[Question]) -> tuple[list[Any], list[int]]:
     """Answers to questions asked at once, and the sizes of the batches."""
 
     async def asked() -> tuple[list[Any], list[int]]:
@@ -213,25 +214,24 @@ def in_batches(retriever: Retriever | None, of: Sequence[Question]) -> tuple[lis
     return asyncio.run(asked())
 
 
-@pytest.fixture
-def nothing_found(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Answers without items; the k's of each batch."""
-    batches: list[list[int]] = []
+class NothingFound:
+    """A retriever whose answers have no items."""
 
-    def answer(of: Any, asked: Sequence[Question]) -> list[Answer]:
-        batches.append([of.options.k for of in asked])
-        return [Answer([], of) for _ in asked]
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        """The k's of each batch."""
 
-    monkeypatch.setattr(batcher_module, "answer", answer)
-    return batches
+    def answer(self, asked: Sequence[Question]) -> list[Answer]:
+        self.batches.append([of.options.k for of in asked])
+        return [{"items": []} for _ in asked]
 
 
 def test_batches_answer_like_the_retriever(server: Running) -> None:
     asked = questions()
     found, sizes = in_batches(server.export.retriever, asked)
     assert (sum(sizes), max(sizes)) == (len(asked), BATCH)
-    for answer, of in zip(found, asked, strict=True):
-        assert_alike(answer.rows, one_by_one(server.export.retriever, of))
+    for (answer, _), of in zip(found, asked, strict=True):
+        assert_alike(answer["items"], one_by_one(server.export.retriever, of))
 
 
 def test_a_bad_request_fails_alone(server: Running) -> None:
@@ -249,10 +249,10 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
     ]
     found, sizes = in_batches(server.export.retriever, [good, *(of for of, _ in bad), good])
     assert sizes == [len(bad) + 2]
-    for answer in (found[0], found[-1]):
-        assert_alike(answer.rows, one_by_one(server.export.retriever, good))
-    for error, (_, message) in zip(found[1:-1], bad, strict=True):
-        assert isinstance(error, ValueError) and str(error).startswith(message)
+    for answer, _ in (found[0], found[-1]):
+        assert_alike(answer["items"], one_by_one(server.export.retriever, good))
+    for (answer, _), (_, message) in zip(found[1:-1], bad, strict=True):
+        assert answer.keys() == {"error"} and answer["error"].startswith(message)
 
 
 def test_a_number_too_large_for_stage_1_fails_alone(tmp_path: Path) -> None:
@@ -263,11 +263,10 @@ def test_a_number_too_large_for_stage_1_fails_alone(tmp_path: Path) -> None:
     bad = question({"history": raw_ids(3), "user": {"age": 3e38}}, stage1=20)
     found, sizes = in_batches(retriever, [good, bad, good])
     assert sizes == [3]
-    for answer in (found[0], found[2]):
-        assert_alike(answer.rows, one_by_one(retriever, good))
-    assert str(found[1]) == "the request: a number among its features is too large"
-    with pytest.raises(ValueError, match=r"^request 1: a number among its features is too large$"):
-        retriever.recommend([good.request, bad.request], 10, stage1=20)
+    for answer, _ in (found[0], found[2]):
+        assert_alike(answer["items"], one_by_one(retriever, good))
+    problem = {"error": "the request: a number among its features is too large"}
+    assert found[1].answer == retriever.recommend([good.request, bad.request], 10, stage1=20)[1] == problem
 
 
 def test_an_error_of_ours_ends_its_batch_and_no_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,19 +278,18 @@ def test_an_error_of_ours_ends_its_batch_and_no_more(server: Running, monkeypatc
         async with batching(server.export.retriever) as (batcher, _):
             with pytest.raises(RuntimeError, match="broken"):
                 await batcher.ask(questions()[0])
-            assert (await batcher.ask(questions()[0])).rows
+            assert (await batcher.ask(questions()[0])).answer["items"]
 
     monkeypatch.setattr(Retriever, "answer", broken)
     asyncio.run(asked())
 
 
-@pytest.mark.usefixtures("nothing_found")
 def test_one_client_does_not_wait_and_several_wait_for_each_other() -> None:
     """A batch begins when it is as large as the last one, or after the wait."""
 
     async def asked() -> list[tuple[int, bool]]:
         seen = []
-        async with batching(wait=1.0) as (batcher, sizes):
+        async with batching(NothingFound(), wait=1.0) as (batcher, sizes):
             for count in (1, 1, 3, 3, 2, 2, 1, 1):
                 start = time.monotonic()
                 await at_once(batcher, [question({})] * count)
@@ -303,10 +301,11 @@ def test_one_client_does_not_wait_and_several_wait_for_each_other() -> None:
     assert asyncio.run(asked()) == waited
 
 
-def test_a_batch_does_not_hold_too_many_rows(nothing_found: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_does_not_hold_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher_module, "ROWS", 10)
-    in_batches(None, [question({}, k) for k in (4, 4, 4, 20, 1)])
-    assert nothing_found == [[4, 4], [4], [20], [1]]
+    retriever = NothingFound()
+    in_batches(retriever, [question({}, k) for k in (4, 4, 4, 20, 1)])
+    assert retriever.batches == [[4, 4], [4], [20], [1]]
 
 
 def test_large_k_is_answered_apart() -> None:
@@ -324,7 +323,7 @@ def test_stage_1_keeps_a_hundredth_whatever_other_requests_of_the_batch_ask_for(
 
 
 def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, begin, compute = threading.Event(), threading.Event(), batcher_module.answer
+    begun, begin, compute = threading.Event(), threading.Event(), Retriever.answer
 
     def waiting(*arguments: Any) -> Any:
         begun.set()
@@ -332,7 +331,7 @@ def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch:
         return compute(*arguments)
 
     monkeypatch.setattr(batcher_module, "QUEUE", 2)
-    monkeypatch.setattr(batcher_module, "answer", waiting)
+    monkeypatch.setattr(Retriever, "answer", waiting)
     with ThreadPoolExecutor(3) as clients:
         found = []
         for place in range(3):
@@ -350,14 +349,14 @@ def test_a_full_queue_says_so_and_the_rest_goes_on(silent: Running, monkeypatch:
 
 def test_what_is_new_has_the_boost_that_the_server_says_where_the_request_does_not() -> None:
     for said, boost in ((b"{}", 2.0), (b'{"boost_new": 0}', 0.0), (b'{"boost_new": -1}', -1.0)):
-        assert parse_body(said, boost_new=2.0).options.boost_new == boost
+        assert parse_body(said, {"boost_new": 2.0}).options.boost_new == boost
     with pytest.raises(ValueError, match="--boost-new is inf; it must be a finite number"):
         Settings(boost_new=float("inf"))
 
 
 def test_stage_1_keeps_what_the_server_says_where_the_request_does_not() -> None:
     bodies = {b"{}": 40, b'{"k": 50}': 50, b'{"stage1": 20}': 20}
-    assert [parse_body(body, 40).options.stage1 for body in bodies] == list(bodies.values())
+    assert [parse_body(body, {"stage1": 40}).options.stage1 for body in bodies] == list(bodies.values())
     assert parse_body(b"{}").options.stage1 is None
 
 
@@ -791,9 +790,9 @@ class FakeClient:
     half_closed: bool = False
 
 
-def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(
-    nothing_found: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever = NothingFound()
+
     async def asked() -> list[Any]:
         clients: list[Any] = [
             FakeClient(),
@@ -802,7 +801,7 @@ def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(
             FakeClient(),
             FakeClient(),
         ]
-        async with batching() as (batcher, _):
+        async with batching(retriever) as (batcher, _):
             found = await at_once(batcher, [question({}, k) for k in range(1, 6)], clients)
         monkeypatch.setattr(batcher_module, "QUEUE", 2)
         full = [asyncio.create_task(batcher.ask(question({}), of)) for of in (clients[2], clients[3])]
@@ -818,8 +817,8 @@ def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(
 
     monkeypatch.setattr(batcher_module, "BATCH", 2)
     found = asyncio.run(asked())
-    assert nothing_found == [[1, 4], [5, 3]]
-    assert [type(of) for of in found] == [batcher_module.Answer, ClientGone, *[batcher_module.Answer] * 3]
+    assert retriever.batches == [[1, 4], [5, 3]]
+    assert [type(of) for of in found] == [Answered, ClientGone, *[Answered] * 3]
 
 
 def test_files_that_are_written_to_while_they_are_served(
@@ -873,17 +872,27 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
     found = search(retriever, "ID 7", 3)
     assert [(row["id"], row["title"]) for row in found["items"]] == [(f"id {n}", None) for n in (7, 70, 77)]
     assert found["more"] is False
-    (found,) = batcher_module.answer(retriever, [question({"history": ["new"]})])
-    assert str(found) == "the request names no known item; give at least one"
+    (answer,) = retriever.recommend([{"history": ["new"]}])
+    assert answer["error"] == (
+        "the request names no known item, and the export has no column 'actions', which says what is popular; give an "
+        "item, or export with --filterable actions"
+    )
     shown = json_response({"items": [{"id": "\ud800"}]})
     assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
     status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
     assert (status, found) == (400, {"error": "the request: a number among its features is too large"})
-    infinite: Any = SimpleNamespace(
-        answer=lambda *_: [[Row(rank=1, id="a", title=None, score=float("inf"))]], missing={}
+
+
+def test_scores_that_json_cannot_hold_are_an_error_of_their_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever = Retriever.load(export_small(small_model("dot", 20), tmp_path / "served"))
+    scored, infinite = Retriever._rows, float("inf")
+    monkeypatch.setattr(
+        Retriever, "_rows", lambda *given: [[{**row, "score": infinite} for row in of] for of in scored(*given)]
     )
-    (found,) = batcher_module.answer(infinite, [question({"history": ["a"]})])
-    assert str(found) == "the request's scores are not finite: a number among its features is too large"
+    problem = "the request's scores are not finite: a number among its features is too large"
+    assert retriever.recommend([{"history": ["id 7"]}]) == [{"error": problem}]
 
 
 def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1074,7 +1083,7 @@ def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
 def test_what_takes_too_long_when_the_server_stops_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Event()
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(batcher_module, "answer", lambda of, asked: [Answer([], of) for _ in asked if begin.wait(10)])
+    monkeypatch.setattr(Retriever, "answer", lambda of, asked: [{"items": []} for _ in asked if begin.wait(10)])
     with ThreadPoolExecutor(1) as clients, running(folder) as server:
         found = clients.submit(server.ask, {"history": ["id 7"]})
         until(lambda: server.metric("logitmix_batch_requests_count") == 1)

@@ -10,9 +10,8 @@ from test_server import Running, running
 from waiting import until
 
 from logitmix.serving import server as server_module
-from logitmix.serving.batcher import Answer, Question
 from logitmix.serving.live import LiveExport
-from logitmix.serving.request import Options, Request
+from logitmix.serving.request import Options, Question, Request
 from logitmix.serving.shadow import MOST, Shadow
 
 X = 60
@@ -91,7 +90,7 @@ def test_a_shadow_that_is_behind_leaves_requests_out(
         shadow = Shadow(export, share, 0.0, registry)
         question = Question(Request(history=["id 7"]), Options(k=3))
         for _ in range(MOST + 2):
-            shadow.compare(question, Answer(export.retriever.rows(["id 7"], 3), export.retriever), 0.01)
+            shadow.compare(question, {"items": export.retriever.rows(["id 7"], 3)}, 0.01)
         work = asyncio.create_task(shadow.batcher.run())
         while shadow._tasks:
             await asyncio.sleep(0.01)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import two_ranks
+from asking import answered, ranked_rows
 from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
 from test_server import read_all, running
 from waiting import until
@@ -84,7 +85,10 @@ def answers(retriever: Retriever) -> list[Any]:
         {"history": [], "user": {"age": 20}},
     ]
     for stage1 in (None, 40, 20):
-        found += [retriever.recommend(requests, 20, stage1=stage1), retriever.rows(ids[3:5], 7, stage1=stage1)]
+        found += [
+            ranked_rows(retriever.recommend(requests, 20, stage1=stage1)),
+            retriever.rows(ids[3:5], 7, stage1=stage1),
+        ]
     return found
 
 
@@ -150,8 +154,10 @@ def errors(paths: dict[str, Path], damaged: Path) -> list[Any]:
     with process_group("cpu", 60) as ranks:
         found, shared = [], Retriever.load(paths["cached"], group=ranks.group)
         calls: list[Callable[[], object]] = [
-            lambda: shared.answer([{"user": {"age": 3e38}}] * 40, Options(3), first=4),
-            lambda: shared.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "user": {"age": "old"}}], 3),
+            lambda: answered(shared, [{"user": {"age": 3e38}}] * 40, Options(3), first=4),
+            lambda: ranked_rows(
+                shared.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "user": {"age": "old"}}], 3)
+            ),
             lambda: shared.retrieve([[X]], 3),
             lambda: Retriever.load(damaged, group=ranks.group),
             lambda: Retriever.load(paths["cached" if ranks.rank else "computed"], group=ranks.group),
@@ -200,7 +206,7 @@ def followed(path: Path) -> Any:
             return shared.follow()
         found = shared.rows(["id 7"], 5, stage1=40)
         with pytest.raises(ValueError, match="request 0: a number among its features is too large"):
-            shared.recommend([{"user": {"age": 3e38}}], 3)
+            ranked_rows(shared.recommend([{"user": {"age": 3e38}}], 3))
         found += shared.rows(["id 14"], 5, stage1=40)
         shared.release()
         return found
@@ -266,7 +272,7 @@ def test_shards_answer_as_one_process_does(exports: dict[str, Path], of_one: dic
         assert answers(export.retriever) == of_one[name]
         assert export.retriever.missing == {"missing_shards": [], "missing_share": 0.0}
         with pytest.raises(ValueError, match="request 0: feature age is 'old'"):
-            export.retriever.recommend([{"user": {"age": "old"}}], 3)
+            ranked_rows(export.retriever.recommend([{"user": {"age": "old"}}], 3))
         assert export.retriever.rows(["id 7"], 9) == Retriever.load(exports[name]).rows(["id 7"], 9)
     assert said == []
 
@@ -294,8 +300,8 @@ def test_shards_filter_by_what_their_front_knows(
         )
         stack.callback(alone.release)
         stack.callback(export.release)
-        found = export.retriever.recommend(asked, 30, stage1=stage1)
-        assert found == alone.retriever.recommend(asked, 30, stage1=stage1) and all(found)
+        found = ranked_rows(export.retriever.recommend(asked, 30, stage1=stage1))
+        assert found == ranked_rows(alone.retriever.recommend(asked, 30, stage1=stage1)) and all(found)
 
 
 @pytest.mark.parametrize("allow_partial", [True, False])

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -61,10 +61,11 @@ class Arguments(JSONOption, ItemProcessesOption):
     limit: str = "{}"
     """Most items of a value of such columns in the answer, as a JSON object: {"category": 3}."""
     histories: str = ""
-    """File of requests, one JSON value per line: a list of raw item ids, or an object with history, timestamps, time,
-    user, events, want, allowed, blocked, where and limit. The answers go to the file --out."""
+    """File of requests, one JSON value per line: a list of raw item ids, or an object as the server takes it. The other
+    options are for requests that do not say. The answers go to the file --out."""
     out: str = ""
-    """File to write with --histories: one JSON list per line, the items for each request."""
+    """File to write with --histories: one JSON object per line, the answer to each request, with its items or its
+    error."""
     unknown: Literal["refuse", "skip", "unknown"] = "refuse"
     """What to do with unknown ids of the history: refuse them, skip them, or use an unknown item for them."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 10
@@ -97,7 +98,7 @@ def run(words: list[str]) -> None:
 
 def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     """Answers the request or the file of requests, and prints the items or the number of answers."""
-    from logitmix.serving.request import Options, of_one
+    from logitmix.serving.request import Options
 
     exclude = excludes_history(arguments.exclude_history)
     options = Options(
@@ -124,21 +125,21 @@ def show_items(retriever: "Retriever", arguments: Arguments) -> None:
     if arguments.time is not None:
         request["time"] = arguments.time
     if arguments.histories or arguments.out:
-        count = _answer_file(retriever, arguments, options)
-        show(f"{arguments.out}: {counted(count, 'request')} answered")
-        return
-    try:
-        if arguments.want:
-            retriever.wanted_row(arguments.want)
-        (rows,) = retriever.answer([request], options)
-    except ValueError as error:
-        raise ValueError(of_one(str(error))) from None
+        return _answer_file(retriever, arguments, options)
+    if arguments.want:
+        retriever.wanted_row(arguments.want)
+    (answer,) = retriever.ask([request], asdict(options))
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    rows = answer["items"]
     for line in _unused(retriever, request):
         say(line)
+    if "fallback" in answer:
+        say("nothing is known of the user: these items have the most actions, and the score is their number")
     if not rows:
         say("no item is left by --where, --allowed, --blocked and the history")
     if arguments.json:
-        print(json.dumps(rows))
+        print(json.dumps(answer))
         return
     table = Table("rank", "item", "title", "score", *(("components", "most like") if arguments.explain else ()))
     for row in rows:
@@ -177,20 +178,20 @@ def _why(row: "Row") -> list[Text]:
     return [Text("\n".join(parts)), Text("\n".join(items))]
 
 
-def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options") -> int:
-    """Answers all requests of a file; returns their number."""
-    from logitmix.serving.request import Request
-    from logitmix.serving.request_file import answer_file, at_line, read_requests
+def _answer_file(retriever: "Retriever", arguments: Arguments, options: "Options") -> None:
+    """Answers all requests of a file, and says how many could not be answered."""
+    from logitmix.serving.request import OPTIONS, Request
+    from logitmix.serving.request_file import answer_file, line_of, read_requests
 
     if not (arguments.histories and arguments.out):
         raise ValueError("--histories FILE needs --out FILE, and the other way round")
     for name in Request.__annotations__:
-        if getattr(arguments, name) != getattr(Arguments, name):
+        if name not in OPTIONS and getattr(arguments, name) != getattr(Arguments, name):
             raise ValueError(f"--{name} is for one request; beside --histories say it in the file")
     requests = read_requests(Path(arguments.histories))
     with counting("answering", len(requests)) as advance:
-        try:
-            answer_file(retriever, requests, Path(arguments.out), options, advance)
-        except ValueError as error:
-            raise ValueError(at_line(str(error), Path(arguments.histories))) from None
-    return len(requests)
+        problems = answer_file(retriever, requests, Path(arguments.out), asdict(options), advance)
+    for number, problem in list(problems.items())[:1]:
+        place = f"{arguments.histories}, line {line_of(number, Path(arguments.histories))}"
+        say(f"{counted(len(problems), 'request')} cannot be answered, such as {place}: {problem}")
+    show(f"{arguments.out}: {counted(len(requests) - len(problems), 'request')} answered")

@@ -76,7 +76,7 @@ def filter_columns(
             tell(f"{of} are not in {table}, such as {absent[0].as_py()!r}")
         there = read.of(ids) | there
     if ACTIONS in names and ACTIONS not in there:
-        there[ACTIONS] = pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
+        there[ACTIONS] = actions_of_items(dataset)
     if NEW in names and NEW not in there and (new := new_items(dataset)):
         there[NEW] = pa.array(new[0].astype(np.int8))
     known = list(dict.fromkeys([*there, ACTIONS, *([NEW] if dataset.unit_of_times() else [])]))
@@ -87,6 +87,11 @@ def filter_columns(
                 raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {all_known}")
             raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, known)}; there are: {all_known}")
     return {name: column_of(name, there[name]) for name in names}
+
+
+def actions_of_items(dataset: Dataset) -> pa.Array:
+    """Returns how many actions of the dataset each item has."""
+    return pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
 
 
 def new_items(dataset: Dataset) -> tuple[NDArray[np.bool_], float] | None:

@@ -31,6 +31,7 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.modules.stage1 import LANES
+from logitmix.serving.columns import ACTIONS
 from logitmix.serving.columns import Column as FilterColumn
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
@@ -114,12 +115,12 @@ def export(
     hold the items' rows and features, and the Retriever passes them through the item tower for each request.
     `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
     rank 0 makes. An export that is replaced is kept beside it as the last of `keep` former ones, of as many as there
-    are if None. Requests can filter by the columns `filterable` of the catalog's table, or without one of the dataset;
-    where there are none, a line says which there could be, but not for None. The items are those of the dataset
-    directory that the run names, as the catalog changes them. Raises ValueError if `out` exists and must not be
-    overwritten, if another process writes it, if the run has no intact checkpoint, if its refit is not finished or of
-    other epochs than its best, if the dataset is missing or is not the one that the run was trained on, if an extra
-    cannot be made, or if the precision cannot hold the items' sides.
+    are if None. Requests can filter by the columns `filterable` of the catalog's table, or without one of the dataset,
+    and by the number of actions; where none are named, a line says which there could be, but not for None. The items
+    are those of the dataset directory that the run names, as the catalog changes them. Raises ValueError if `out`
+    exists and must not be overwritten, if another process writes it, if the run has no intact checkpoint, if its refit
+    is not finished or of other epochs than its best, if the dataset is missing or is not the one that the run was
+    trained on, if an extra cannot be made, or if the precision cannot hold the items' sides.
     """
     require_one_host(out)
     writer.require_keepable(out, keep)
@@ -146,11 +147,13 @@ def export(
         source = Source(run.resolve().name, model.step, dataset.name)
         exclude_history = excludes_history(model.config, dataset)
         schema = served_schema(model.tower.schema)
-        columns, items = dict[str, FilterColumn](), catalog.items if catalog else ""
-        if filterable:
-            columns = filter_columns(filterable, dataset, items, say if ranks.rank == 0 else lambda line: None)
-        elif filterable is not None and ranks.rank == 0 and (could := ",".join(dataset_columns(dataset))):
-            say(f"requests cannot filter by columns of the items; this export can keep --filterable {could}")
+        items, tell = catalog.items if catalog else "", say if ranks.rank == 0 else lambda line: None
+        columns = filter_columns(filterable, dataset, items, tell) if filterable else {}
+        if ACTIONS not in columns:
+            # It says what is popular, for requests of which nothing is known.
+            columns |= filter_columns([ACTIONS], dataset, "", tell)
+        if filterable is not None and not filterable and (could := ",".join(dataset_columns(dataset))):
+            tell(f"requests cannot filter by features of the items; this export can keep --filterable {could}")
         kinds = {name: column.kind for name, column in columns.items()}
         about = About(
             model.config.model, source, model.num_items, exclude_history, schema, item_cache, precision, kinds

@@ -33,6 +33,7 @@ from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
 from logitmix.modules.features import NO_TIME, Values
 from logitmix.modules.schema import Owner
+from logitmix.serving.columns import ACTIONS
 from logitmix.serving.directory.format import MANIFEST
 from logitmix.serving.encoding import Histories
 from logitmix.serving.expression import Allowed, Filters
@@ -43,7 +44,7 @@ from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of, values_of
 from logitmix.trainer.export.catalog import as_arrow, read_ids
-from logitmix.trainer.export.columns import AsNeeded, dataset_columns, new_items, read_items
+from logitmix.trainer.export.columns import AsNeeded, actions_of_items, dataset_columns, new_items, read_items
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.step.memory import set_up_memory
@@ -243,7 +244,7 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
     """The items of the export that are in the table, if there is one, and fulfill the condition; `dataset` if it is
     loaded. ValueError if there are none."""
     place, columns = asked.items or asked.data, {}
-    if retriever.filters.columns and not asked.items:
+    if not asked.items and (retriever.filters.columns.keys() - {ACTIONS} or not (dataset or asked.data)):
         return _some(retriever.filters.allowed(asked.where), f"fulfills {asked.where}", tell)
     if asked.items:
         table = read_items(asked.items, "item", {})
@@ -251,16 +252,9 @@ def _only(asked: Asked, retriever: Retriever, dataset: Dataset | None, tell: Cal
         for line in table.remarks(Path(asked.items).name):
             tell(line)
     else:
-        if not (dataset or asked.data):
-            raise ValueError(
-                "--where is on the columns of a table or a dataset, as the export has no filterable ones: give "
-                "--items FILE or --data.path DIR"
-            )
         dataset = dataset or load_dataset(asked.data)
         ids = dataset.raw_id_column().to_pylist()
-        columns = dataset_columns(dataset)
-        if not columns:
-            raise ValueError(f"--where needs features of items, and {place} has none; give --items FILE")
+        columns = {ACTIONS: actions_of_items(dataset), **dataset_columns(dataset)}
     if not ids:
         raise ValueError(f"{place} has no items, so none may be recommended")
     place_N = np.array(retriever.raw_ids.places(ids), np.int64)

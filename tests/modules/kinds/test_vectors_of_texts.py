@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import ranked_rows
 from small_data import small_config
 
 from logitmix.common.plugins import load_plugins
@@ -202,7 +203,7 @@ def test_vectors_go_through_all_commands(tmp_path: Path) -> None:
     of_requests = FeatureReader(contents.about.schema, contents.vocabularies, contents.projections)
     read = of_requests.read("item", [{"item_title": "RED shoes"}], ["new"])["item_title"].values
     assert read.tolist() == expected(data, ["n1"], given)
-    (found,) = Retriever.load(served).recommend([{"history": ["i1"]}], 9, exclude_history=False)
+    (found,) = ranked_rows(Retriever.load(served).recommend([{"history": ["i1"]}], 9, exclude_history=False))
     assert {"n1", "n2", "n3"} <= {row["id"] for row in found}
 
     later = written(tmp_path, 1, 8)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import two_ranks
+from asking import ranked_rows
 from small_data import forget_digests, in_memory, losses_of, small_config, trained_scores, write_dataset
 
 from logitmix.comm.process_group import process_group
@@ -265,11 +266,11 @@ def test_an_export_has_the_kept_items_and_a_delta_the_next_ones(run: Path, data:
     export(run, tmp_path / "base")
     retriever = Retriever.load(tmp_path / "base")
     gone = next(name for name in load_dataset(data).raw_ids() if name not in kept)
-    known, more = retriever.recommend([{"history": kept[:2]}, {"history": [kept[0], gone, kept[1]]}], k=50)
+    known, more = ranked_rows(retriever.recommend([{"history": kept[:2]}, {"history": [kept[0], gone, kept[1]]}], k=50))
     assert {row["id"] for row in known} == {*kept[2:]} and known == more
     train(limit(data, 14, {"data.split": "time", "warm_start": str(run)}), tmp_path / "next")
     export_delta(tmp_path / "next", tmp_path / "base", tmp_path / "deltas" / "1")
     fold(tmp_path / "base", tmp_path / "deltas", tmp_path / "folded")
     names = limited(load_saved(tmp_path / "next").config, load_dataset(data)).raw_ids()
-    (answer,) = Retriever.load(tmp_path / "folded").recommend([{"history": names[:1]}], k=50)
+    (answer,) = ranked_rows(Retriever.load(tmp_path / "folded").recommend([{"history": names[:1]}], k=50))
     assert {row["id"] for row in answer} == {*names} != {*kept}

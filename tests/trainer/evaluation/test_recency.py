@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from asking import ranked_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from small_data import hit_rate, small_config
@@ -143,7 +144,7 @@ def test_requests_with_timestamps_are_answered_as_in_evaluation(paced: Path) -> 
     for first, place in zip(users.first, users.place, strict=True):
         times = dataset.timestamps_flat[first:place].tolist()
         requests.append({"history": [names[item] for item in dataset.items_flat[first:place]], "timestamps": times})
-    found = retriever.recommend(requests, 1)
+    found = ranked_rows(retriever.recommend(requests, 1))
     hits = [row["id"] == names[target] for (row,), target in zip(found, users.target, strict=True)]
     assert np.mean(hits) == pytest.approx(hit_rate(paced / "with"), abs=1e-12)
 
@@ -152,10 +153,13 @@ def test_the_command_line_takes_timestamps(paced: Path, capsys: pytest.CaptureFi
     def told(model: str, *words: str) -> list[dict[str, Any]]:
         history = ["--history", "item-1,item-5,item-1", "-k", "3", "--json"]
         cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
-        return json.loads(capsys.readouterr().out)
+        return json.loads(capsys.readouterr().out)["items"]
 
     request: Request = {"history": ["item-1", "item-5", "item-1"], "timestamps": [10, 13, 16]}
-    assert told("with", "--timestamps", "10,13, 16") == Retriever.load(paced / "with.served").recommend([request], 3)[0]
+    assert (
+        told("with", "--timestamps", "10,13, 16")
+        == ranked_rows(Retriever.load(paced / "with.served").recommend([request], 3))[0]
+    )
     assert told("with", "--timestamps", "10,13,16") != told("with", "--timestamps", "10,13,2016")
     assert told("without", "--timestamps", "10,13,16") == told("without", "--timestamps", "10,13,2016")
     with pytest.raises(SystemExit):
@@ -172,6 +176,7 @@ def test_a_recency_of_the_datasets_own_is_not_taken_from_timestamps(tmp_path: Pa
     timed: list[Request] = [{**request, "timestamps": [3, later]} for later in (4, 400)]
     bare: list[Request] = [{"history": request["history"]}, {"history": request["history"], "timestamps": [3, 4]}]
     (expected, *found), (unknown, ignored) = (
-        Retriever.load(tmp_path / "served").recommend(requests, 3) for requests in ([request, *timed], bare)
+        ranked_rows(Retriever.load(tmp_path / "served").recommend(requests, 3))
+        for requests in ([request, *timed], bare)
     )
     assert found == [expected] * 2 and unknown == ignored != expected

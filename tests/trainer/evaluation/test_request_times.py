@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import ranked_rows
 from small_data import hit_rate, small_config, trained_scores
 from small_data import write_dataset as small_features
 from torch import Tensor
@@ -133,7 +134,7 @@ def requests_of(dataset: Dataset, users: RankingUsers) -> list[Request]:
 
 def scores(retriever: Retriever, requests: list[Request]) -> Tensor:
     """[B, X]."""
-    found = retriever.recommend(requests, ITEMS, exclude_history=False)
+    found = ranked_rows(retriever.recommend(requests, ITEMS, exclude_history=False))
     by_id = [{row["id"]: row["score"] for row in rows} for rows in found]
     return torch.tensor([[of[f"item-{item}"] for item in range(ITEMS)] for of in by_id])
 
@@ -145,7 +146,7 @@ def test_requests_are_scored_as_in_evaluation(paced: Path, dataset: Dataset) -> 
     assert {len(request["history"]) > L for request in requests} == {False, True}
     expected = trained_scores(paced / "with", dataset, users)
     torch.testing.assert_close(scores(retriever, requests), expected, rtol=0, atol=2e-4)
-    best = [rows[0]["id"] for rows in retriever.recommend(requests, 1, exclude_history=False)]
+    best = [rows[0]["id"] for rows in ranked_rows(retriever.recommend(requests, 1, exclude_history=False))]
     hits = [name == f"item-{target}" for name, target in zip(best, users.target, strict=True)]
     assert np.mean(hits) == pytest.approx(hit_rate(paced / "with"), abs=1e-12)
     # Without a time of its own, a request is asked at its last action's.
@@ -196,10 +197,12 @@ def test_the_command_line_takes_the_time(
 
     def told(model: str, *words: str) -> list[dict[str, Any]]:
         cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
-        return json.loads(capsys.readouterr().out)
+        return json.loads(capsys.readouterr().out)["items"]
 
     request: Request = {"history": ["item-1", "item-5", "item-1"], "timestamps": [10, 3000, 6000], "time": 6004}
-    assert told("with", "--time", "6004") == Retriever.load(paced / "with.served").recommend([request], 3)[0]
+    assert (
+        told("with", "--time", "6004") == ranked_rows(Retriever.load(paced / "with.served").recommend([request], 3))[0]
+    )
     assert told("with", "--time", "6004") != told("with", "--time", "9000") != told("with")
     assert told("without", "--time", "6004") == told("without", "--time", "9000") == told("without")
     said = refusal("retrieve", str(paced / "with.served"), *history, "--time", "5999")
@@ -215,4 +218,4 @@ def test_a_time_that_is_no_whole_number_is_refused(paced: Path, time: object) ->
     retriever = Retriever.load(paced / "with.served")
     for request in ({"history": ["item-1"], "time": time}, {"history": ["item-1"], "timestamps": [3], "time": time}):
         with pytest.raises(ValueError, match=r"^request 0: its time is .*; it must be a whole number of 64 bits$"):
-            retriever.recommend([request], 1)  # type: ignore[list-item]
+            ranked_rows(retriever.recommend([request], 1))  # type: ignore[list-item]

@@ -62,7 +62,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_well(run: Path, tmp_path
     assert "component_dim = 4\n" in card and 'path = "data"\n' in card
     assert str(tmp_path) not in card and str(run.parent) not in card
     data = [of for name, of in manifest["files"].items() if name != "README.md"]
-    assert f"{ITEMS} items" in card and f"5 files of {sum(of['bytes'] for of in data):,} bytes" in card
+    assert f"{ITEMS} items" in card and f"6 files of {sum(of['bytes'] for of in data):,} bytes" in card
 
 
 def test_the_same_checkpoint_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
+from asking import answered, ranked_rows
 from rich.console import Console
 from small_data import ITEMS, catalog_of, forget_digests, small_config, trained_scores, write_dataset
 from torch import Tensor
@@ -156,7 +157,7 @@ def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset
     names = dataset.raw_ids()
 
     def scores(asked: list[Request]) -> Tensor:
-        found = retriever.recommend(asked, k=ITEMS, exclude_history=False)
+        found = ranked_rows(retriever.recommend(asked, k=ITEMS, exclude_history=False))
         by_name = [{row["id"]: row["score"] for row in of} for of in found]
         return torch.tensor([[of[name] for name in names] for of in by_name])
 
@@ -164,14 +165,16 @@ def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset
     without: list[Request] = [{**request, "want": None} for request in requests]
     assert (scores(without) - expected).abs().max() > 1e-3
     if more:  # There is no action before it.
-        assert retriever.recommend([{"want": "type-1"}], 3) == retriever.recommend([{}], 3)
+        assert ranked_rows(retriever.recommend([{"want": "type-1"}], 3)) == ranked_rows(retriever.recommend([{}], 3))
     with pytest.raises(ValueError, match="request 1: want is 'type-77'; it must be one of 'type-"):
-        retriever.recommend([requests[0], {**requests[1], "want": "type-77"}], 3)
+        ranked_rows(retriever.recommend([requests[0], {**requests[1], "want": "type-77"}], 3))
     # That of the last item that is known, of one that is not, and of all users.
     longer: list[Request] = [
         {**of, "history": [*of["history"], "new"], "events": [*of["events"], {}], "want": None} for of in requests
     ]
-    assert retriever.recommend([{**of, "want": "type-1"} for of in longer], 3) != retriever.recommend(longer, 3)
+    assert ranked_rows(retriever.recommend([{**of, "want": "type-1"} for of in longer], 3)) != ranked_rows(
+        retriever.recommend(longer, 3)
+    )
     asked: list[Request] = [
         {
             "history": of["history"],
@@ -182,16 +185,18 @@ def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset
         for of in whole_requests(dataset)
     ]
     api.recommend(tmp_path / "served", tmp_path / "all.parquet", dataset.path, 5, want="type-1")
-    require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), retriever.recommend(asked, 5))
+    require_rows(
+        tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), ranked_rows(retriever.recommend(asked, 5))
+    )
     similar: dict[str, Any] = {"similar_items": True, "exclude_history": False, "want": "type-1"}
     api.recommend(tmp_path / "served", tmp_path / "similar.csv", k=4, **similar)
     alone: list[Request] = [{"history": [of], "blocked": [of], "want": "type-1"} for of in names]
-    require_rows(tmp_path / "similar.csv", names, retriever.recommend(alone, 4))
+    require_rows(tmp_path / "similar.csv", names, ranked_rows(retriever.recommend(alone, 4)))
     with pytest.raises(ValueError, match="--want is 'type-77'; it must be one of 'type-"):
         api.recommend(tmp_path / "served", tmp_path / "no.csv", dataset.path, want="type-77")
     assert not (tmp_path / "no.csv.parts").exists()
     # In evaluation, of all targets.
-    every = retriever.recommend([{**of, "want": "type-1"} for of in requests], ITEMS)
+    every = ranked_rows(retriever.recommend([{**of, "want": "type-1"} for of in requests], ITEMS))
     found = [[row["id"] for row in of].index(names[item]) + 1 for of, item in zip(every, users.target, strict=True)]
     measured = api.evaluate(tmp_path / "run", want="type-1")
     assert measured["mrr"] == pytest.approx(np.mean([1 / of for of in found])) != api.evaluate(tmp_path / "run")["mrr"]
@@ -207,7 +212,7 @@ def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Datase
     scores = trained_scores(run, dataset, users)
     retriever, place_of = Retriever.load(served), {name: place for place, name in enumerate(dataset.raw_ids())}
     requests = [request_of(dataset, users, place) for place in range(len(users))]
-    found = retriever.recommend(requests, ITEMS, exclude_history=False)
+    found = ranked_rows(retriever.recommend(requests, ITEMS, exclude_history=False))
     for ranking, score_X in zip(found, scores, strict=True):
         assert len(ranking) == ITEMS
         got = torch.tensor([row["score"] for row in ranking])
@@ -215,7 +220,7 @@ def test_the_exported_model_scores_as_the_trained_one(run: Path, dataset: Datase
     # And what is known of users and events matters.
     for left_out in ("user", "events", "timestamps"):
         bare: list[Request] = [{key: of for key, of in request.items() if key != left_out} for request in requests]  # type: ignore[misc]
-        assert retriever.recommend(bare, 5, exclude_history=False) != [ranking[:5] for ranking in found]
+        assert ranked_rows(retriever.recommend(bare, 5, exclude_history=False)) != [ranking[:5] for ranking in found]
 
 
 def test_recency_is_that_of_the_whole_history(served: Path) -> None:
@@ -228,11 +233,13 @@ def test_recency_is_that_of_the_whole_history(served: Path) -> None:
         {"history": items, "time": 10 + 2**14, "events": [{RECENCY: of} for of in (None, 1, 2, third, *range(4, 15))]}
         for third in (3, None)
     ]
-    expected, unknown, *found = retriever.recommend([*events, long, {**events[0], "timestamps": [0] * 15}], 5)
+    expected, unknown, *found = ranked_rows(
+        retriever.recommend([*events, long, {**events[0], "timestamps": [0] * 15}], 5)
+    )
     assert found[0] == found[1] == expected != unknown
     short: Request = {"history": ["new", "item-1"], "timestamps": [7, 11]}
     alone: list[Request] = [{"history": ["item-1"], "time": 11, "events": [{RECENCY: of}]} for of in (3, None)]
-    found_short, expected, unknown = retriever.recommend([short, *alone], 5)
+    found_short, expected, unknown = ranked_rows(retriever.recommend([short, *alone], 5))
     assert found_short == expected != unknown
 
 
@@ -301,7 +308,7 @@ def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
     catalog, found = catalog_of(tmp_path, csv_of(new)), []
     for path in (served, tmp_path / "together"):
         update_items(path, catalog)
-        found.append(Retriever.load(path).recommend(requests, ITEMS + 2, exclude_history=False))
+        found.append(ranked_rows(Retriever.load(path).recommend(requests, ITEMS + 2, exclude_history=False)))
     for left, right in zip(*found, strict=True):
         scores = {row["id"]: row["score"] for row in right}
         assert len(scores) == ITEMS + 2
@@ -311,16 +318,16 @@ def test_tables_are_cut_over_files_and_no_rank_reads_one_whole(
 def test_requests_without_history_and_with_unknown_ids_are_answered(served: Path) -> None:
     retriever = Retriever.load(served)
     young, old = ({"history": [], "user": {"age": age, "country": "country-2"}} for age in (-5.0, 5.0))
-    first, second = retriever.recommend([young, old], 5)  # type: ignore[list-item]
+    first, second = ranked_rows(retriever.recommend([young, old], 5))  # type: ignore[list-item]
     assert len(first) == len(second) == 5 and first != second
     known: Request = {"history": ["item-1"], "events": [{"rating": 5}]}
     mixed: Request = {"history": ["new", "item-1"], "events": [{"rating": 1}, {"rating": 5}]}
-    skipped, expected = retriever.recommend([mixed, known], 5)
+    skipped, expected = ranked_rows(retriever.recommend([mixed, known], 5))
     assert skipped == expected
-    (kept,) = retriever.recommend([mixed], 5, unknown="unknown")
+    (kept,) = ranked_rows(retriever.recommend([mixed], 5, unknown="unknown"))
     assert kept != expected
     with pytest.raises(ValueError, match=r"^request 0: no item of \w+ has the id 'new'"):
-        retriever.recommend([mixed], 5, unknown="refuse")
+        ranked_rows(retriever.recommend([mixed], 5, unknown="refuse"))
 
 
 def csv_of(records: dict[str, dict[str, Any]]) -> str:
@@ -343,7 +350,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     """A new item with an old one's features is the old one with an unknown id."""
     before = Retriever.load(served)
     request: Request = {"history": ["item-3", "item-9"], "user": {"country": "country-1"}}
-    (old,) = before.recommend([request], ITEMS, exclude_history=False)
+    (old,) = ranked_rows(before.recommend([request], ITEMS, exclude_history=False))
     records = {f"new-{item}": item_record(dataset, item) | {"title": f"Title {item}"} for item in (4, 7, 30)}
     records["item-5"] = item_record(dataset, 5) | {"title": "Title 5"}
     # prepare would call the feature price, too.
@@ -353,7 +360,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
     }  # fmt: skip
 
     after = Retriever.load(served)
-    (found,) = after.recommend([request], ITEMS + 3, exclude_history=False)
+    (found,) = ranked_rows(after.recommend([request], ITEMS + 3, exclude_history=False))
     scores = {row["id"]: row["score"] for row in found}
     assert {row["id"]: row["score"] for row in old} == {name: scores[name] for name in scores if name[:3] != "new"}
     assert {row["id"]: row["title"] for row in found if row["title"]} == {
@@ -372,7 +379,7 @@ def test_new_items_are_those_of_their_features_and_the_old_stay(
             score = tower.similarity.all_pairs(query.similarity, side.similarity)
             assert scores[f"new-{item}"] == pytest.approx(float(score), abs=2e-4)
     # New items may stand in histories, and come again.
-    assert after.recommend([{"history": ["new-4", "item-3"]}], 5, unknown="refuse")[0]
+    assert ranked_rows(after.recommend([{"history": ["new-4", "item-3"]}], 5, unknown="refuse"))[0]
     assert update_items(served, catalog) == {
         "added": 0, "changed": 0, "unchanged": 4, "removed": 0, "num_items": ITEMS + 3,
     }  # fmt: skip
@@ -531,7 +538,7 @@ def test_recommendations_are_the_answers_to_requests(
     monkeypatch.setattr(recommend_module, "BLOCK", 16)
     monkeypatch.setattr(recommend_module, "BATCH", 7)
     assert api.recommend(run, tmp_path / name, k=9) == {"users": 60, "rows": 9 * 60}
-    expected = Retriever.load(exported).recommend(whole_requests(dataset), 9)
+    expected = ranked_rows(Retriever.load(exported).recommend(whole_requests(dataset), 9))
     require_rows(tmp_path / name, dataset.raw_user_ids(np.arange(60)), expected)
     assert not (tmp_path / f"{name}.parts").exists()
 
@@ -566,7 +573,7 @@ def test_the_share_of_new_items_is_said(
     retriever = Retriever.load(tmp_path / "served")
     stated = columns_module.column_of("new", pa.array([*is_new.tolist(), None]))
     retriever.filters.change({**retriever.columns, "new": stated})
-    every = retriever.recommend(whole_requests(dataset), ITEMS + 1)
+    every = ranked_rows(retriever.recommend(whole_requests(dataset), ITEMS + 1))
     for boost in (0.3, -1.0):
         expected: list[list[Row]] = []
         for ranking in every:
@@ -575,11 +582,11 @@ def test_the_share_of_new_items_is_said(
             expected.append([{**row, "rank": at + 1, "score": scores[row["id"]]} for at, row in enumerate(best)])
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost)
         require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
-        answers = retriever.answer(whole_requests(dataset), Options(9, boost_new=boost))
+        answers = answered(retriever, whole_requests(dataset), Options(9, boost_new=boost))
         require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), answers)
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost, limit={"brand": 2})
         requests: list[Request] = [{**of, "limit": {"brand": 2}} for of in whole_requests(dataset)]
-        answers = retriever.answer(requests, Options(9, boost_new=boost))
+        answers = answered(retriever, requests, Options(9, boost_new=boost))
         require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), answers)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"boost_new": float("nan")}, "boost_new is nan; it must be a finite number"),
@@ -610,7 +617,7 @@ def test_recommendations_by_a_dataset_that_has_changed(
     assert f"1 of {ITEMS} items of {tmp_path / 'data'} are not in the export, such as 'new'" in said
     assert "1 of 3 users in" in said and "such as 'nobody'" in said and "name a user again, such as '3'" in said
     requests = whole_requests(changed)
-    expected = Retriever.load(exported).recommend([requests[user] for user in wanted], 5)
+    expected = ranked_rows(Retriever.load(exported).recommend([requests[user] for user in wanted], 5))
     require_rows(tmp_path / "some.parquet", ["3", "1"], expected)
 
 
@@ -618,7 +625,7 @@ def test_similar_items_are_the_answer_to_an_item_alone(served: Path, tmp_path: P
     retriever = Retriever.load(served)
     api.recommend(served, tmp_path / "similar.csv", k=4, similar_items=True, exclude_history=False)
     requests: list[Request] = [{"history": [of], "blocked": [of]} for of in retriever.raw_ids]
-    require_rows(tmp_path / "similar.csv", list(retriever.raw_ids), retriever.recommend(requests, 4))
+    require_rows(tmp_path / "similar.csv", list(retriever.raw_ids), ranked_rows(retriever.recommend(requests, 4)))
 
 
 def test_stage_1_keeps_fewer_items_for_everyone(
@@ -634,11 +641,11 @@ def test_stage_1_keeps_fewer_items_for_everyone(
     ]  # fmt: skip
     for given, asked, kept in cases:
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", run.parent / "data", 2, **given)
-        expected = retriever.recommend(asked, 2, stage1=kept)
+        expected = ranked_rows(retriever.recommend(asked, 2, stage1=kept))
         require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
         said = f"the h-indexer keeps 10 of {ITEMS} items for each answer; --stage1 {ITEMS} ranks all"
         assert (said in capsys.readouterr().err) == (kept == 10)
-    assert retriever.recommend(requests, 2, stage1=10) != retriever.recommend(requests, 2)
+    assert ranked_rows(retriever.recommend(requests, 2, stage1=10)) != ranked_rows(retriever.recommend(requests, 2))
 
 
 @pytest.mark.parametrize("stage1", [None, 20], ids=["one stage", "two stages"])
@@ -655,7 +662,7 @@ def test_only_items_of_a_table_are_recommended(
     assert f"{len(allowed)} of {ITEMS} items may be" in said and "are not in the export, such as 'other'" in said
     assert "stock.csv: the ids are the first column, sku\n" in said
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
-    expected = Retriever.load(exported).recommend(requests, 5, stage1=stage1)
+    expected = ranked_rows(Retriever.load(exported).recommend(requests, 5, stage1=stage1))
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
     with pytest.raises(ValueError, match=r"no item of the export is in .* and fulfills left = 7"):
         api.recommend(exported, tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
@@ -679,12 +686,12 @@ def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
     where = f"brand = '{brand}' or (price >= {least} and not brand is null)"
     api.recommend(exported, tmp_path / "some.csv", run.parent / "data", 5, where=where)
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
-    expected = Retriever.load(exported).recommend(requests, 5)
+    expected = ranked_rows(Retriever.load(exported).recommend(requests, 5))
     require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
     # With a limit too, and of a run.
     export(run, tmp_path / "served", filterable=["brand"])
     limited: list[Request] = [{**request, "limit": {"brand": 1}} for request in requests]
-    expected = Retriever.load(tmp_path / "served").recommend(limited, 5, stage1=ITEMS)
+    expected = ranked_rows(Retriever.load(tmp_path / "served").recommend(limited, 5, stage1=ITEMS))
     api.recommend(run, tmp_path / "limited.csv", k=5, where=where, limit={"brand": 1}, stage1=ITEMS)
     require_rows(tmp_path / "limited.csv", dataset.raw_user_ids(np.arange(60)), expected)
 
@@ -695,9 +702,17 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     out, stock = tmp_path / "served", tmp_path / "stock.csv"
     export(run, out, filterable=[])
     assert "this export can keep --filterable brand,price" in capsys.readouterr().err
+    counts = np.bincount(dataset.items_flat, minlength=ITEMS)
+    assert {name: of.values.tolist() for name, of in read(out).columns.items()} == {"actions": counts.tolist()}
+    (answer,) = Retriever.load(out).recommend([{"history": ["nobody"]}], ITEMS, unknown="skip")
+    popular = sorted(range(ITEMS), key=lambda item: (-counts[item], item))
+    assert [row["id"] for row in answer["items"]] == [f"item-{item}" for item in popular]
+    api.recommend(out, tmp_path / "few.csv", run.parent / "data", 5, where=f"actions > {counts.min()}")
+    rare = {f"item-{item}" for item in np.flatnonzero(counts == counts.min())}
+    assert not rare & set(pa.csv.read_csv(tmp_path / "few.csv")["item"].to_pylist())
     export(run, out, True, filterable=["brand", "price", "actions"])
     columns = read(out).columns
-    assert columns["actions"].values.tolist() == np.bincount(dataset.items_flat, minlength=ITEMS).tolist()
+    assert columns["actions"].values.tolist() == counts.tolist()
     records = [item_record(dataset, item) for item in range(ITEMS)]
     assert columns["brand"].texts is not None and columns["price"].kind == "number"
     brands = [columns["brand"].texts[at] if at >= 0 else None for at in columns["brand"].values.tolist()]
@@ -715,7 +730,7 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     counts = update_items(out, Catalog(str(tmp_path / "new.csv"), remove=str(tmp_path / "gone")))
     assert (counts["changed"], counts["unchanged"]) == (1, 1)
     contents = read(out)
-    assert contents.about.filterable == {"left": "number", "day": "time"}
+    assert contents.about.filterable == {"left": "number", "day": "time", "actions": "number"}
     left, day = (contents.columns[name].values.nan_to_num(-1).tolist() for name in ("left", "day"))
     assert left == [9 if item == 5 else item % 3 for item in range(1, ITEMS) if item != 8] + [-1, 7, -1]
     assert day == [1706659200] * (ITEMS - 2) + [-1, -1, -1]
@@ -724,8 +739,10 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     ]
     retriever = Retriever.load(out)
     api.recommend(out, tmp_path / "some.csv", run.parent / "data", 5, where="left >= 1", limit={"left": 2})
-    require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), retriever.recommend(requests, 5))
-    (rows,) = retriever.recommend([{"history": ["item-3"], "where": "left = 7 or left is null"}], 5)
+    require_rows(
+        tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), ranked_rows(retriever.recommend(requests, 5))
+    )
+    (rows,) = ranked_rows(retriever.recommend([{"history": ["item-3"], "where": "left = 7 or left is null"}], 5))
     assert {row["id"] for row in rows} == {"new", "another", "other"}
     with pytest.raises(ValueError, match="left of item 'new 2' is 'many'; it must be a number, or none"):
         update_items(out, catalog_of(tmp_path, "item,left\nnew 2,many\n"))
@@ -836,7 +853,7 @@ def test_recommend_refuses_what_it_cannot_do(run: Path, exported: Path, tmp_path
         ("none.txt names no user; --users needs the id of one in each line", {"users": tmp_path / "none.txt"}),
         ("no file at missing; --users must name one", {"users": "missing"}),
         ("--users has no place beside --similar-items", {"users": "x", "similar_items": True}),
-        ("--where is on the columns of a table or a dat", {"where": "a = 1", "similar_items": True, "data": ""}),
+        ("no column 'a'; there are: actions", {"where": "a = 1", "similar_items": True, "data": ""}),
         ("no column 'a'; there are: ", {"where": "a = 1"}),
         ("k is 0; it must be at least 1", {"k": 0}),
     ):

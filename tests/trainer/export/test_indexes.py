@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import two_ranks
+from asking import ranked_rows
 from small_data import ITEMS, catalog_of, small_config, write_dataset
 
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig
@@ -63,7 +64,7 @@ def search(served: Path, stage: str, folder: Path) -> tuple[torch.Tensor, torch.
 
 def assert_found(retriever: Retriever, scores: torch.Tensor, items: torch.Tensor) -> None:
     """As the Retriever ranks."""
-    rankings = retriever.recommend(REQUESTS, retriever.num_items, exclude_history=False)
+    rankings = ranked_rows(retriever.recommend(REQUESTS, retriever.num_items, exclude_history=False))
     for ranking, score_X, item_X in zip(rankings, scores, items, strict=True):
         of = {row["id"]: row["score"] for row in ranking}
         expected = torch.tensor([of[retriever.raw_ids[item]] for item in item_X.tolist()])
@@ -171,7 +172,7 @@ def test_the_command_makes_what_it_is_told_to(run: Path, tmp_path: Path, capsys:
     main(["export", str(run), "--out", str(tmp_path / "served"), "--faiss"])
     # Nothing of the indexes.
     assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "requests cannot filter by columns of the items; this export can keep --filterable brand",
+        "requests cannot filter by features of the items; this export can keep --filterable brand",
         "the model was trained without item-id dropout",
     ]
     assert {path.name for path in tmp_path.glob("served/*.*s*")} >= {"similarity.faiss", "hindexer.faiss"}

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from asking import ranked_rows
 from small_data import hit_rate, in_memory, small_config
 
 from logitmix.modules.schema import USER, Schema
@@ -151,7 +152,7 @@ def test_requests_that_name_their_user_are_answered_as_in_evaluation(folder: Pat
         {"history": [f"item-{item}" for item in dataset.items_flat[first:place]], "user": {USER: names[user]}}
         for user, first, place in zip(users.user, users.first, users.place, strict=True)
     ]
-    best = [rows[0]["id"] for rows in retriever.recommend(requests, 1)]
+    best = [rows[0]["id"] for rows in ranked_rows(retriever.recommend(requests, 1))]
     assert np.mean([of == f"item-{item}" for of, item in zip(best, users.target, strict=True)]) == pytest.approx(
         hit_rate(folder / run)
     )
@@ -174,7 +175,9 @@ def test_users_whom_training_did_not_see_are_unknown(folder: Path, run: str) -> 
     retriever = Retriever.load(folder / f"{run}-served")
 
     def scores(user: dict[str, str]) -> list[float]:
-        return [row["score"] for row in retriever.recommend([{"history": ["item-0"], "user": user}], ITEMS)[0]]
+        return [
+            row["score"] for row in ranked_rows(retriever.recommend([{"history": ["item-0"], "user": user}], ITEMS))[0]
+        ]
 
     nobody = scores({})
     for name in (f"u-{USERS}", f"u-{USERS + 1}", "somebody", ""):
