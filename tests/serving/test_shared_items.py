@@ -154,7 +154,7 @@ def errors(paths: dict[str, Path], damaged: Path) -> list[Any]:
     with process_group("cpu", 60) as ranks:
         found, shared = [], Retriever.load(paths["cached"], group=ranks.group)
         calls: list[Callable[[], object]] = [
-            lambda: answered(shared, [{"user": {"age": 3e38}}] * 40, Options(3), first=4),
+            lambda: answered(shared, [*[{"history": ["id 7"]}] * 4, *[{"user": {"age": 3e38}}] * 40], Options(3)),
             lambda: ranked_rows(
                 shared.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "user": {"age": "old"}}], 3)
             ),
