@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
-from logitmix.common.mappings import brief
+from logitmix.common.mappings import brief, plainly
 
 _KINDS = {
     stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
@@ -70,7 +70,7 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError within names this path if it names none: what a full disk raises does not."""
+    """Has an OSError within name this path if it names none, as that of a full disk, in the words of the system."""
     try:
         yield
     except OSError as error:
@@ -78,7 +78,7 @@ def naming(path: Path) -> Iterator[None]:
             raise
         if error.errno is None:
             raise OSError(f"{path}: {error}") from None
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
 
 
 SYNC_BYTES = 2**28
@@ -119,11 +119,13 @@ DEEPEST = 100
 
 
 def from_json(text: str | bytes) -> Any:
-    """As json.loads, but ValueError also for what is nested too deep."""
+    """As json.loads, but ValueError also for what is nested too deep; each has one plain line."""
     try:
         found = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    except ValueError as error:
+        raise ValueError(plainly(str(error))) from None
     opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
     # Most texts have too few brackets to be nested so deep.
     if opened > DEEPEST and _depth(found) > DEEPEST:
@@ -208,10 +210,11 @@ def whole_directory(out: Path, keep: int = 0) -> Iterator[Path]:
     `clean_up` removes it."""
     staging = staging_path(out)
     try:
-        staging.mkdir(parents=True)
-        with held_alone(staging):
-            yield staging
-            publish(staging, out, keep)
+        with naming(out):
+            staging.mkdir(parents=True)
+            with held_alone(staging):
+                yield staging
+                publish(staging, out, keep)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -130,6 +131,11 @@ def names_of_kind(classes: Mapping[str, Any], kind: object) -> set[str]:
     """The settings of a kind; of all kinds where there is none of that name."""
     of_kind = [cls for name, cls in classes.items() if name == kind] or classes.values()
     return {entry.name for cls in of_kind for entry in dataclasses.fields(cls)}
+
+
+def plainly(message: str) -> str:
+    """Returns an error's message without Python's advice on its own limit, where a number has too many digits."""
+    return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number has more than \1 digits", message)
 
 
 def first_line(error: BaseException) -> str:

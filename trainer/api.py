@@ -8,13 +8,15 @@
     print(api.compare("data/clicks", "runs/compare", minutes=10)["verdict"])
     api.Retriever.load("exports/clicks").rows(["1193", "661"], k=10)
 
-What prepare, train, evaluate and compare return is a dict that shows itself as a table, in notebooks, too.
+What prepare, train, evaluate and compare return is a dict that shows itself as a table, in notebooks, too; what export
+returns is one line.
 
 All raise ValueError for the caller's mistakes, with one line that says what is wrong and what to do. To train with
 several processes, start them with `logitmix train --processes N`, torchrun or torchx.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -43,9 +45,23 @@ from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.run.folder import refit_path
 
-__all__ = ["Logger", "Retriever", "compare", "evaluate", "export", "prepare", "recommend", "train"]
+__all__ = ["Exported", "Logger", "Retriever", "compare", "evaluate", "export", "prepare", "recommend", "train"]
 
 load_plugins()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A serving directory that was written; its manifest.json says all of it."""
+
+    path: str
+    run: str
+    """Name of the run."""
+    step: int
+    """Step of the checkpoint that was exported."""
+    items: int
+    bytes: int
+    """Size of all files but the manifest."""
 
 
 @naming_urls()
@@ -141,17 +157,28 @@ def export(
     filterable: Collection[str] = (),
     items: str | Path = "",
     only: bool = False,
-) -> dict[str, Any]:
-    """Writes the best checkpoint, or that of the refit, as a serving directory, which `Retriever.load` reads; returns
-    its manifest. `precision` is that of the item cache, `extras` are files for other servers, and `filterable` columns
-    of the dataset, or of the table `items`, to filter by (docs/export.md). The table's items are added and changed, and
-    those that it does not have are left out if `only`."""
+) -> Exported:
+    """Writes the best checkpoint of a run, or that of its refit, as a serving directory.
+
+    Args:
+        run: The run directory.
+        out: The serving directory, which `Retriever.load` reads.
+        overwrite: Replaces a serving directory that is there.
+        precision: Of the item cache.
+        extras: Files for other servers (docs/export.md).
+        filterable: Columns of the dataset, or of the table `items`, to filter by.
+        items: A table whose items are added and changed.
+        only: Leaves out the items that the table does not have.
+
+    Returns:
+        Where the serving directory is, its counts and the checkpoint's step.
+    """
     there = tuple(exporting.EXTRAS)
     require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
     known = not isinstance(extras, str) and all(name in there for name in extras)
     require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
     _require_names(filterable=filterable)
-    return exporting.export(
+    manifest = exporting.export(
         fetch_run(run),
         path_of(out),
         overwrite,
@@ -160,6 +187,8 @@ def export(
         filterable=filterable or None,
         catalog=Catalog(str(items), only=only) if items or only else None,
     )
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
+    return Exported(str(out), manifest["run"], manifest["step"], manifest["num_items"], size)
 
 
 @quietly()

@@ -17,6 +17,7 @@ from logitmix.common.mappings import (
     from_mapping,
     names_of_kind,
     nearest,
+    plainly,
     require,
     require_from,
     to_mapping,
@@ -487,7 +488,7 @@ def _parsed(text: str, source: str) -> tuple[dict[str, Any], list[str]]:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: not valid TOML: {error}") from None
+        raise ValueError(f"{source}: not valid TOML: {plainly(str(error))}") from None
     plugins = tree.pop("plugins", [])
     require(
         isinstance(plugins, list) and all(isinstance(name, str) for name in plugins),

@@ -1,5 +1,6 @@
 """The query tower, the item tower and the cascade as programs, which run where logitmix is not installed."""
 
+import errno
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from io import BytesIO
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -346,9 +348,8 @@ def test_what_no_onnx_file_holds_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["served"] and read_manifest(served) == before
 
 
-def compile_nothing(exported: object, package_path: str) -> str:
-    Path(package_path).write_bytes(b"native code")
-    return package_path
+def compile_nothing(exported: object, package_path: BytesIO) -> None:
+    package_path.write(b"native code")
 
 
 @pytest.fixture
@@ -368,14 +369,14 @@ def test_torch_alone_runs_those_with_times_and_features_of_every_kind(tmp_path: 
     assert_programs_run(model, export_small(model, tmp_path / "served", extras=["programs"]), "", tmp_path)
 
 
-def test_programs_name_no_place_of_this_machine_and_are_the_same_each_time(original: Path, tmp_path: Path) -> None:
+def test_programs_name_no_place_of_this_machine_and_are_the_same_each_time(original: Path) -> None:
     program = programs.programs_of(read(original))["item_tower"].export()
     program.example_inputs = None
-    torch.export.save(program, tmp_path / "item_tower.pt2")
+    torch.export.save(program, again := BytesIO())
     files = [*original.glob("programs/*_tower.pt2"), original / "query_tower.onnx"]
     assert len(files) == 3 and not any(b"site-packages" in file.read_bytes() for file in files)
     assert not any(str(ROOT).encode() in file.read_bytes() for file in files)
-    assert (tmp_path / "item_tower.pt2").read_bytes() == (original / "programs" / "item_tower.pt2").read_bytes()
+    assert again.getvalue() == (original / "programs" / "item_tower.pt2").read_bytes()
 
 
 @pytest.mark.slow
@@ -488,9 +489,8 @@ def test_programs_can_be_compiled_for_any_avx2(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(programs, "capabilities", lambda: later)
     seen = []
 
-    def compiled(_: object, package_path: str) -> None:
+    def compiled(_: object, package_path: BytesIO) -> None:
         seen.append((torch._inductor.config.cpp.march, torch._inductor.config.cpp.simdlen))
-        Path(package_path).write_bytes(b"")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
     extras: list[Extra] = ["programs", "programs_avx2"]
@@ -571,11 +571,21 @@ def test_without_a_compiler_nothing_is_written(
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(exported: object, file: Path) -> None:
-        file.write_bytes(b"half")
-        raise RuntimeError("PytorchStreamWriter failed writing file")
+    """torch's own writer of files would end the process: it gets none."""
+    save, whole = torch.export.save, Path.write_bytes
 
-    monkeypatch.setattr(torch.export, "save", full)
-    with pytest.raises(OSError, match=r"query_tower\.pt2 cannot be written: PytorchStreamWriter failed"):
+    def full(file: Path, content: bytes) -> None:
+        if "programs" in file.parts:
+            whole(file, content[:9])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(file, content)
+
+    def saved(exported: torch.export.ExportedProgram, place: object) -> None:
+        assert isinstance(place, BytesIO)
+        save(exported, place)
+
+    monkeypatch.setattr(torch.export, "save", saved)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*query_tower\.pt2'$"):
         export_small(small_model("dot", X, encoder=POOLED), tmp_path / "served", extras=["programs"])
     assert not any(tmp_path.iterdir())

@@ -31,7 +31,10 @@ def test_from_clicks_to_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture
     metrics = api.evaluate(tmp_path / "run")
     assert metrics["hr@10"] == results["hr@10"] and metrics["users"] == 40
     assert metrics["item_knn/hr@10"] == results["item_knn/hr@10"]
-    assert api.export(tmp_path / "run", tmp_path / "served")["num_items"] == 20
+    exported = api.export(tmp_path / "run", tmp_path / "served")
+    size = sum(file.stat().st_size for file in (tmp_path / "served").iterdir() if file.name != "manifest.json")
+    assert exported == api.Exported(str(tmp_path / "served"), "run", results["step"], 20, size)  # type: ignore[arg-type]
+    assert len(repr(exported)) < 120 + len(exported.path)
     assert len(api.Retriever.load(tmp_path / "served").rows(["i3", "i4"], k=5)) == 5
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 

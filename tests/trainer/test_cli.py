@@ -293,6 +293,7 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("train demo-mol --model.encoder.times", "model.encoder.times is a setting of kind hstu"),
         ("train demo-mol --model.encoder.kind hsut", "model.encoder.kind is 'hsut' (did you mean hstu?)"),
         ("train demo-mol --train.clip nan", "train.clip is nan; it must be 0 or more and finite"),
+        (f"train demo-mol --train.keep {'9' * 5000}", "--train.keep: a number has more than 4300 digits; see"),
         ("retrieve DIR --stage1 all", "--stage1 is all; it must be a whole number; see logitmix retrieve --help"),
         ("prepare tabel", "no data format named 'tabel' (did you mean table?); there are:"),
         ("train demo-mol --train.eopchs 3", "unknown option --train.eopchs (did you mean --train.epochs?); see"),

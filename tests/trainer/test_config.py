@@ -167,6 +167,8 @@ def test_a_wrong_value_is_refused_by_file_and_flag(text: str, message: str) -> N
 def test_broken_toml_is_an_error_that_names_the_file_and_the_line() -> None:
     with pytest.raises(ValueError, match=r"^recipe\.toml: not valid TOML: .*line 2"):
         load_toml("[model]\ndim = \n", "recipe.toml")
+    with pytest.raises(ValueError, match=r"^recipe\.toml: not valid TOML: a number has more than 4300 digits$"):
+        load_toml(f"[train]\nkeep = {'9' * 5000}\n", "recipe.toml")
 
 
 def test_a_whole_number_serves_where_a_fraction_is_asked() -> None:

@@ -17,7 +17,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 
 from logitmix.common.docstrings import docs_of
 from logitmix.common.files import from_json
-from logitmix.common.mappings import nearest
+from logitmix.common.mappings import nearest, plainly
 
 REGISTRY = ConstructorRegistry()
 
@@ -112,6 +112,8 @@ def _problem(event: _errors.ParseErrorEvent, kind: type, command: str) -> str:
         case _errors.InstantiationFailure(message=message, argument=argument):
             # Python's own message for int("x") and float("x").
             number = re.search(r"(invalid literal for int\(\)|could not convert string to float).*: '(.*?)'", message)
+            if argument is not None and (plain := plainly(message)) != message:
+                return f"{argument.display_name()}: {plain}; {see}"
             if argument is None or number is None:
                 return message
             needs = "a whole number" if number[1].startswith("invalid") else "a number"

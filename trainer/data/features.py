@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.common.mappings import from_mapping, nearest
+from logitmix.common.mappings import from_mapping, nearest, plainly
 from logitmix.modules.kinds.registry import KINDS, kind_named
 from logitmix.modules.kinds.text import NGRAMS, TextEncoder, words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
@@ -89,8 +89,8 @@ def read_schema(path: str) -> FeaturesOptions:
         return FeaturesOptions()
     try:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid TOML: {plainly(str(error))}") from None
     return from_mapping(FeaturesOptions, tree, path)
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.files import clean_up, held_alone, in_turn, only_writer, publish, staging_path
+from logitmix.common.files import clean_up, held_alone, in_turn, naming, only_writer, publish, staging_path
 from logitmix.common.mappings import counted
 from logitmix.common.messages import say
 from logitmix.common.storage import alone, fetch_names
@@ -168,6 +168,7 @@ def export(
         if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
             say(line)
         with ExitStack() as held:
+            held.enter_context(naming(out))
 
             def begin() -> None:
                 held.enter_context(only_writer(out))

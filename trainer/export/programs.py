@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from logitmix.common.files import naming
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.features import Features, Values
@@ -325,7 +327,8 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
         plain, compiled = (f"{PROGRAMS}/{name}{suffix}.pt2" for suffix in ("", ".aoti"))
         exported = program.export()
         try:
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(staging / compiled))
+            # Into memory: where a disk is full, torch's own writer ends the process.
+            torch._inductor.aoti_compile_and_package(exported, package_path=(package := BytesIO()))
         except (InductorError, InvalidCxxCompiler) as error:
             if isinstance(error, InductorError) and not isinstance(error.inner_exception, CppCompileError):
                 raise
@@ -333,10 +336,10 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
             raise ValueError(f"the C++ compiler cannot compile {name}: {last}") from None
         # The examples are as large as the corpus.
         exported.example_inputs = None
-        try:
-            torch.export.save(exported, staging / plain)
-        except RuntimeError as error:
-            raise OSError(f"{staging / plain} cannot be written: {error}") from None
+        torch.export.save(exported, saved := BytesIO())
+        for file, buffer in ((plain, saved), (compiled, package)):
+            with naming(staging / file):
+                (staging / file).write_bytes(buffer.getbuffer())
         entries |= writer.extra_entry(staging, plain)
         entries |= writer.extra_entry(staging, compiled, cpu or _this_cpu())
     return entries

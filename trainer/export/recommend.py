@@ -11,7 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import json_digest
-from logitmix.common.files import only_writer, sync, write_whole, writing_whole
+from logitmix.common.files import naming, only_writer, sync, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
@@ -116,8 +116,8 @@ def served(place: str, asked: Asked) -> tuple[Path, Asked]:
         # Where there are filterable columns, a condition is on these.
         others = dataset_columns(load_dataset(data)) if asked.limit and asked.where else ()
         filterable = list(dict.fromkeys([*asked.limit, *others])) or None
-        with only_writer(asked.out):
-            export(found, found := _folder(asked) / "export", overwrite=True, filterable=filterable)
+        with only_writer(asked.out), _resumable(_folder(asked)) as parts:
+            export(found, found := parts / "export", overwrite=True, filterable=filterable)
     elif not (found / MANIFEST).is_file():
         raise ValueError(f"no run or export at {place}; give one that `logitmix train` or `logitmix export` made")
     elif not (asked.data or asked.similar_items):
@@ -164,7 +164,7 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
 
         def begin() -> list[int]:
             held.enter_context(only_writer(asked.out))
-            return _missing(_folder(asked), json.dumps(job), len(blocks))
+            return _missing(held.enter_context(_resumable(_folder(asked))), json.dumps(job), len(blocks))
 
         missing = on_first_rank(begin, ranks)
 
@@ -202,6 +202,18 @@ def _folder(asked: Asked) -> Path:
     if not (parts / _JOB).exists():
         write_whole(parts / _JOB, "")
     return parts
+
+
+@contextmanager
+def _resumable(parts: Path) -> Iterator[Path]:
+    """Yields the folder of the parts, and removes it if an error ends the job before there is a part from which it
+    could go on. For a process that holds the right to write the file."""
+    try:
+        yield parts
+    except BaseException:
+        if not any(parts.glob("*.arrow")):
+            shutil.rmtree(parts, ignore_errors=True)
+        raise
 
 
 def _missing(parts: Path, job: str, count: int) -> list[int]:
@@ -312,11 +324,17 @@ def _answers(
 
 
 def _write_part(file: Path, table: pa.Table) -> None:
+    """Writes a part whole, or not at all. OSError that names it if the disk is full."""
     staging = file.with_suffix(".part")
-    with pa.ipc.new_file(staging, _SCHEMA) as writer:
-        writer.write_table(table)
-    sync(staging)
-    staging.replace(file)
+    try:
+        with naming(file):
+            with pa.ipc.new_file(staging, _SCHEMA) as writer:
+                writer.write_table(table)
+            sync(staging)
+            staging.replace(file)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
 
 
 def _finish(

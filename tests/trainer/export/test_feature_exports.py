@@ -1,6 +1,8 @@
 """A model with every kind of feature: trained, exported, asked, and given items that it never saw."""
 
+import errno
 import io
+import itertools
 import json
 import shutil
 import threading
@@ -841,6 +843,40 @@ def test_parts_of_another_job_are_not_taken_over(
     assert "begun anew (parts: 1)" in capsys.readouterr().err
     api.recommend(other, tmp_path / "alone.parquet", **two)
     assert (tmp_path / "ended.parquet").read_bytes() == (tmp_path / "alone.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("place", ["run", "exported"])
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_a_full_disk_is_named_and_what_was_finished_goes_on(
+    place: str, first: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the first part is written, after two of them, or when all become the file."""
+    monkeypatch.setattr(recommend_module, "BLOCK", 16)
+    sync, out, count = recommend_module.sync, tmp_path / "out.parquet", itertools.count()
+
+    def full(*_: object) -> None:
+        # As pyarrow says it: without a file.
+        raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+
+    def filling(file: Path) -> None:
+        sync(file)
+        if next(count) == first:
+            full()
+
+    served, data = request.getfixturevalue(place), request.getfixturevalue("run").parent / "data"
+    with monkeypatch.context() as patch:
+        patch.setattr(recommend_module, "sync", filling)
+        patch.setattr(pq.ParquetWriter, "write_table", full)
+        with pytest.raises(OSError) as caught:
+            api.recommend(served, out, data, k=5)
+    parts = tmp_path / "out.parquet.parts"
+    assert caught.value.filename == str(out if first == 4 else parts / f"{first:07}.arrow")
+    assert caught.value.strerror == "No space left on device" and not out.exists()
+    assert {file.name for file in parts.glob("0*")} == {f"{number:07}.arrow" for number in range(first)}
+    assert parts.exists() == (first > 0) and not [file for file in tmp_path.iterdir() if file != parts]
+    api.recommend(served, out, data, k=5)
+    api.recommend(served, tmp_path / "whole.parquet", data, k=5)
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes() and not parts.exists()
 
 
 def test_recommend_refuses_what_it_cannot_do(run: Path, exported: Path, tmp_path: Path) -> None:
