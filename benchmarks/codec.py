@@ -186,7 +186,7 @@ def _setting(options: Options) -> str:
     return (
         f"{options.megabytes} MiB of FP32, {options.repetitions} repetitions, "
         f"{torch.cuda.get_device_name(options.device) if cuda else '1 thread'}, codec in "
-        f"{fp8.backend(options.device.partition(':')[0])}; fbgemm {fbgemm_gpu.__version__}, {machine()}"
+        f"{fp8.backend(options.device.partition(':')[0]).__name__}; fbgemm {fbgemm_gpu.__version__}, {machine()}"
     )
 
 

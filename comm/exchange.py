@@ -84,10 +84,7 @@ class Wire:
 
     def __init__(self, config: WireConfig, seed: int = 0) -> None:
         self.config = config
-        self.codecs: dict[Direction, Codec] = {
-            "forward": CODECS["forward"].find(config.forward),
-            "backward": CODECS["backward"].find(config.backward),
-        }
+        self.codecs: dict[Direction, Codec] = {of: CODECS[of].find(getattr(config, of)) for of in DIRECTIONS}
         self.seed = seed
         self.sampling = False
         self._step = self._exchanges = 0
@@ -231,19 +228,14 @@ class Exchange:
         if _sent_as_is(codec, end) and values.dtype == torch.float32 and values.numel():
             encoded = values.view(-1).view(torch.uint8)
         else:
-            encoded = self._encode_blocks(direction, values, end)
+            size = sum(block.rows * codec.row_bytes(block.layout) for block in end.blocks)
+            encoded = torch.empty(size, dtype=torch.uint8, device=values.device)
+            seed = self.wire.next_seed(direction, self.group.rank())
+            for number, (block, rows) in enumerate(_wire_rows(codec, encoded, _merged(end))):
+                codec.encode(block.view_in(values), block.layout, rows, None if seed is None else seed + number)
         if self.wire.sampling:
             for block, rows in _wire_rows(codec, encoded, end):
                 self.wire.sample(direction, block.view_in(values), rows, block.layout)
-        return encoded
-
-    def _encode_blocks(self, direction: Direction, values: Tensor, end: End) -> Tensor:
-        codec = self.wire.codecs[direction]
-        size = sum(block.rows * codec.row_bytes(block.layout) for block in end.blocks)
-        encoded = torch.empty(size, dtype=torch.uint8, device=values.device)
-        seed = self.wire.next_seed(direction, self.group.rank())
-        for number, (block, rows) in enumerate(_wire_rows(codec, encoded, _merged(end))):
-            codec.encode(block.view_in(values), block.layout, rows, None if seed is None else seed + number)
         return encoded
 
     def _decode(self, direction: Direction, end: End, shape: Sequence[int]) -> Tensor:
@@ -415,8 +407,7 @@ class _RowsInFlight(Awaitable[Tensor]):  # type: ignore[misc]
         self.exchange, self.tie = exchange, tie
 
     def _wait_impl(self) -> Tensor:
-        received: Tensor = _ReceiveRows.apply(self.exchange, self.tie)
-        return received
+        return _ReceiveRows.apply(self.exchange, self.tie)
 
 
 def split_backward(received: Tensor) -> GradientEdge:

@@ -12,7 +12,6 @@ R rows; W columns of all groups; D columns of one group.
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Literal
 
 import torch
 
@@ -54,14 +53,7 @@ def quantize_rowwise(
     wire = _output(out, (R, W + SCALE_BYTES * len(widths)), torch.uint8, values_RW.device)
     if not wire.is_contiguous():
         raise ValueError("out must be contiguous")
-    rows_RW = _rows_apart(values_RW)
-    match backend(values_RW.device.type):
-        case "c":
-            fp8_c.quantize(rows_RW, dtype, widths, seed, wire)
-        case "triton":
-            _triton().quantize(rows_RW, dtype, widths, seed, wire)
-        case _:
-            fp8_plain.quantize(rows_RW, dtype, widths, seed, wire)
+    backend(wire.device.type).quantize(_rows_apart(values_RW), dtype, widths, seed, wire)
     return wire
 
 
@@ -84,31 +76,20 @@ def dequantize_rowwise(
     values_RW = _output(out, (len(wire), W), torch.float32, wire.device)
     if W > 1 and values_RW.stride(1) != 1:
         raise ValueError("the columns of out must lie side by side")
-    rows_of_bytes = _rows_apart(wire)
-    match backend(wire.device.type):
-        case "c":
-            fp8_c.dequantize(rows_of_bytes, dtype, widths, values_RW)
-        case "triton":
-            _triton().dequantize(rows_of_bytes, dtype, widths, values_RW)
-        case _:
-            fp8_plain.dequantize(rows_of_bytes, dtype, widths, values_RW)
+    backend(wire.device.type).dequantize(_rows_apart(wire), dtype, widths, values_RW)
     return values_RW
 
 
-def backend(device_type: str) -> Literal["c", "triton", "torch"]:
+def backend(device_type: str) -> ModuleType:
     """The implementation for tensors of a device ("cpu", "cuda", …): all give the same bytes."""
     if device_type == "cpu" and fp8_c.library():
-        return "c"
+        return fp8_c
     if device_type == "cuda" and has_triton():
-        return "triton"
-    return "torch"
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
+        from logitmix.comm import fp8_triton
 
-
-def _triton() -> ModuleType:
-    """Imported only when used: it loads slowly, and a machine without a GPU may have no Triton."""
-    from logitmix.comm import fp8_triton
-
-    return fp8_triton
+        return fp8_triton
+    return fp8_plain
 
 
 def _rows_apart(matrix: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,7 @@ def quantize(
 ) -> None:
     if values_RW.dtype not in SOURCES:
         values_RW = values_RW.float()
-    found = library()
-    assert found is not None
-    found.logitmix_fp8_quantize(
+    library().logitmix_fp8_quantize(
         values_RW.data_ptr(), SOURCES[values_RW.dtype], values_RW.stride(0), len(values_RW),
         _int64s(widths), len(widths), MANTISSA_BITS[dtype],
         seed is not None, seed or 0, first_place, wire.data_ptr(),
@@ -42,9 +40,7 @@ def quantize(
 
 
 def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], values_RW: torch.Tensor) -> None:
-    found = library()
-    assert found is not None
-    found.logitmix_fp8_dequantize(
+    library().logitmix_fp8_dequantize(
         wire.data_ptr(), wire.stride(0), len(wire),
         _int64s(widths), len(widths), MANTISSA_BITS[dtype], values_RW.data_ptr(), values_RW.stride(0),
     )  # fmt: skip

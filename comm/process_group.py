@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from threading import Thread
 from typing import Any, Literal, TypeVar
 
@@ -118,7 +117,9 @@ def process_group(
             if chosen.type == "cuda":
                 limit_waiting(group, chosen, timeout_seconds)
             if place.world_size > 1:
-                heartbeat.begun = partial(_begun, group, chosen)
+                # How many of the group's collectives this rank has begun.
+                backends = [_backend(group, of) for of in {torch.device("cpu"), chosen}]
+                heartbeat.begun = lambda: sum(of._get_sequence_number_for_group() for of in backends)
             try:
                 yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
             finally:  # and lets go of the group
@@ -155,11 +156,6 @@ def limit_waiting(group: dist.ProcessGroup, device: torch.device, timeout_second
 
 def _nccl_seconds(timeout_seconds: int) -> int:
     return int(max(timeout_seconds, SILENT) + NAMING)
-
-
-def _begun(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many of the group's collectives this rank has begun."""
-    return sum(_backend(group, of)._get_sequence_number_for_group() for of in {torch.device("cpu"), device})
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -70,8 +71,7 @@ class Member:
         return cls(secrets.token_hex(8), host, _network(), gloo_address(), digest, failed, mistake)
 
     @classmethod
-    def of(cls, text: bytes) -> "Member":
-        content = json.loads(text)
+    def of(cls, content: Mapping[str, Any]) -> "Member":
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: content[name] for name in names if name in content})
 
@@ -93,7 +93,8 @@ def meet(
         of_group.set("verdict", json.dumps(said))
     verdict = json.loads(_get(of_group, "verdict", seconds + TELLS))
     if not (verdict["refused"] or verdict["tell"]):
-        return group, _members(of_group, world_size)
+        found = json.loads(of_group.get("members"))
+        return group, {int(rank): Member.of(content) for rank, content in found.items()}
     if rank in verdict["tell"]:
         of_group.set(f"facts/{rank}", json.dumps(facts))
     if lead:
@@ -163,7 +164,7 @@ class _Lead:
     def _look_for(self, rank: int) -> None:
         if not self.store.check([f"join/{rank}"]):
             return
-        came = Member.of(self.store.get(f"join/{rank}"))
+        came = self._member(rank)
         if rank not in self.members or self.members[rank].id != came.id:
             self.members[rank] = came
             self.store.set(f"answer/{came.id}", self.name)
@@ -171,11 +172,14 @@ class _Lead:
         if self.group.check([f"here/{rank}"]) and self.group.get(f"here/{rank}").decode() == came.id:
             self.here.add(rank)
 
+    def _member(self, rank: int) -> Member:
+        """The process that came last as this rank."""
+        return Member.of(json.loads(self.store.get(f"join/{rank}")))
+
     def _replaced(self) -> bool:
         """Whether another process has come as one of the ranks since; then that one is waited for."""
         others = range(1, self.world_size)
-        came = {rank: Member.of(self.store.get(f"join/{rank}")).id for rank in others}
-        replaced = {rank for rank in others if came[rank] != self.members[rank].id}
+        replaced = {rank for rank in others if self._member(rank).id != self.members[rank].id}
         self.here -= replaced
         return bool(replaced)
 
@@ -262,11 +266,6 @@ def _network() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
-
-
-def _members(group: dist.Store, world_size: int) -> dict[int, Member]:
-    found = json.loads(group.get("members"))
-    return {rank: Member.of(json.dumps(found[str(rank)]).encode()) for rank in range(world_size)}
 
 
 def _get(store: dist.Store, key: str, seconds: float) -> bytes:

@@ -3,7 +3,6 @@ other hosts and of earlier times."""
 
 import functools
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from logitmix.common.compiled import PARTS, compiled_library, triton_is_installed
@@ -41,13 +40,10 @@ def _there(part: object) -> str:
 def source_digests(place: Path) -> dict[str, str]:
     """Returns the first 12 digits of the SHA-256 of each source in a folder and those within, by its path there; or of
     one file, by its name. They are read once for each process."""
-    files = sorted(_sources(place)) if place.is_dir() else [place]
+    files = [place]
+    if place.is_dir():
+        # Names that begin with a dot are those of editors.
+        found = (path for path in place.rglob("*") if path.suffix in SOURCES and not path.name.startswith("."))
+        files = sorted(filter(Path.is_file, found))
     names = [str(file.relative_to(place)) if file != place else file.name for file in files]
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for name, file in zip(names, files, strict=True)}
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        # Names that begin with a dot are those of editors.
-        if path.suffix in SOURCES and not path.name.startswith(".") and path.is_file():
-            yield path

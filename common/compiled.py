@@ -41,7 +41,7 @@ def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL |
     return library
 
 
-def lazy_library(module: str, **functions: tuple[Any, ...]) -> Callable[[], ctypes.CDLL | None]:
+def lazy_library(module: str, **functions: tuple[Any, ...]) -> Callable[[], Any]:
     """`compiled_library` as a function that loads the library at its first call. If the library is missing, this call
     says so, once in a process. It takes no arguments, because hot paths call it."""
 

@@ -14,6 +14,16 @@ WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
 be enough memory for it."""
 
 
+def _require_widths(section: str, settings: object, *names: str) -> None:
+    for name in names:
+        require_from(1, WIDEST, f"{section}.{name}", getattr(settings, name))
+
+
+def _require_rates(section: str, settings: object, *names: str) -> None:
+    for name in names:
+        require(0 <= (rate := getattr(settings, name)) < 1, f"{section}.{name}", rate, "in [0, 1)")
+
+
 @dataclass(frozen=True)
 class _AttentionConfig:
     """Settings that encoders with blocks of causal attention have in common."""
@@ -33,8 +43,7 @@ class _AttentionConfig:
     def __post_init__(self) -> None:
         require_from(1, 1024, "model.encoder.blocks", self.blocks)
         require_from(1, 1024, "model.encoder.heads", self.heads)
-        for name in ("dropout", "history_dropout"):
-            require(0 <= getattr(self, name) < 1, f"model.encoder.{name}", getattr(self, name), "in [0, 1)")
+        _require_rates("model.encoder", self, "dropout", "history_dropout")
         require_from(1, LONGEST, "model.encoder.max_length", self.max_length)
 
     def require_width(self, dim: int) -> None:
@@ -71,7 +80,7 @@ class LiGRConfig(SASRecConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_expansion(self.expansion)
+        require_from(1, 64, "model.encoder.expansion", self.expansion)
 
 
 @dataclass(frozen=True)
@@ -104,11 +113,7 @@ class FuXiConfig(HSTUConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_expansion(self.expansion)
-
-
-def _require_expansion(expansion: int) -> None:
-    require_from(1, 64, "model.encoder.expansion", expansion)
+        require_from(1, 64, "model.encoder.expansion", self.expansion)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class PooledConfig:
 
     def __post_init__(self) -> None:
         require_from(1, WIDEST, "model.encoder.hidden", self.hidden)
-        require(0 <= self.dropout < 1, "model.encoder.dropout", self.dropout, "in [0, 1)")
+        _require_rates("model.encoder", self, "dropout")
         require_from(1, LONGEST, "model.encoder.max_length", self.max_length)
 
     def require_width(self, dim: int) -> None:
@@ -179,7 +184,7 @@ class MLPConfig:
 
     def __post_init__(self) -> None:
         require_from(1, WIDEST, "model.similarity.hidden", self.hidden)
-        require(0 <= self.dropout < 1, "model.similarity.dropout", self.dropout, "in [0, 1)")
+        _require_rates("model.similarity", self, "dropout")
 
 
 @dataclass(frozen=True)
@@ -201,9 +206,8 @@ class NeuMFConfig:
     """Rate on the hidden layer of the MLP of query and item."""
 
     def __post_init__(self) -> None:
-        for name in ("gmf_dim", "hidden", "mlp_dim", "final_hidden"):
-            require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
-        require(0 <= self.dropout < 1, "model.similarity.dropout", self.dropout, "in [0, 1)")
+        _require_widths("model.similarity", self, "gmf_dim", "hidden", "mlp_dim", "final_hidden")
+        _require_rates("model.similarity", self, "dropout")
 
 
 @dataclass(frozen=True)
@@ -230,11 +234,9 @@ class DeepFMConfig:
     """Rate on its hidden layer."""
 
     def __post_init__(self) -> None:
-        for name in ("query_components", "item_components", "component_dim", "hidden"):
-            require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
+        _require_widths("model.similarity", self, "query_components", "item_components", "component_dim", "hidden")
         require_from(0, WIDEST, "model.similarity.projection_hidden", self.projection_hidden)
-        for name in ("projection_dropout", "dropout"):
-            require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
+        _require_rates("model.similarity", self, "projection_dropout", "dropout")
 
 
 @dataclass(frozen=True)
@@ -279,8 +281,7 @@ class MoLConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
-        for name in ("query_components", "item_components", "component_dim", "gate_hidden"):
-            require_from(1, WIDEST, f"model.similarity.{name}", getattr(self, name))
+        _require_widths("model.similarity", self, "query_components", "item_components", "component_dim", "gate_hidden")
         if self.user_component and self.query_components == 1:
             raise ValueError(
                 "model.similarity.query_components is 1, and with model.similarity.user_component the last one is the "
@@ -289,8 +290,7 @@ class MoLConfig:
         require_from(0, WIDEST, "model.similarity.projection_hidden", self.projection_hidden)
         value = self.mutual_information
         require(0 <= value < inf, "model.similarity.mutual_information", value, "0 or more and finite")
-        for name in ("projection_dropout", "gate_dropout", "gate_input_dropout"):
-            require(0 <= getattr(self, name) < 1, f"model.similarity.{name}", getattr(self, name), "in [0, 1)")
+        _require_rates("model.similarity", self, "projection_dropout", "gate_dropout", "gate_input_dropout")
 
 
 SimilarityConfig = DotConfig | MLPConfig | NeuMFConfig | DeepFMConfig | MoLConfig
@@ -425,8 +425,7 @@ class ModelConfig:
             )
         require_from(4, WIDEST, "model.dim", self.dim)
         self.encoder.require_width(self.dim)
-        for name in ("item_id_dropout", "user_id_dropout", "wanted_dropout"):
-            require(0 <= getattr(self, name) < 1, f"model.{name}", getattr(self, name), "in [0, 1)")
+        _require_rates("model", self, "item_id_dropout", "user_id_dropout", "wanted_dropout")
 
 
 def without_user_component(config: ModelConfig) -> ModelConfig:

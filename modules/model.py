@@ -47,7 +47,10 @@ class SampledLosses(nn.Module):
         "loss" is the one to minimize: "similarity" plus the weighted "hindexer" and minus the weighted
         "mutual_information", if there are any.
         """
-        tower, examples = self.tower, _examples(batch)
+        tower, examples = (
+            self.tower,
+            Examples(batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V, batch.weight_Q),
+        )
         count, noise = tower.config.loss.resample, batch.noise
         S = len(examples.target_T) + count * len(examples.negatives_GN)
         few = noise is not None and count > 0 and len(batch.id_V) > S
@@ -101,10 +104,6 @@ def losses_in_blocks(tower: Tower, dtype: torch.dtype, device: torch.device) -> 
     stages: dict[str, Similarity | None] = {"similarity": tower.similarity, "hindexer": tower.hindexer}
     softmax = tower.config.loss.kind == "softmax"
     return [name for name, of in stages.items() if of is not None and not (softmax and of.has_kernels(dtype, device))]
-
-
-def _examples(batch: Batch) -> Examples:
-    return Examples(batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V, batch.weight_Q)
 
 
 def mutual_information(

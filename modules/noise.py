@@ -55,7 +55,7 @@ class Noise:
         """`dropout` of relu(x)."""
         if rate and len(x) and x.is_cuda and x.dtype in _COMPILED and _is_compiled_for("cuda"):
             # In one kernel; the results are the same.
-            return _ReluDropped.apply(x, rows_R, derive_key(self.key, site), threshold(rate))
+            return _Dropped.apply(x, rows_R, derive_key(self.key, site), threshold(rate), None, True)
         return self.dropout(F.relu(x), rate, site, rows_R)
 
     def dropout(self, x: Tensor, rate: float, site: str, rows_R: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class Noise:
         if x.dtype in _COMPILED and _is_compiled_for(x.device.type):
             # Only Triton adds in the same kernel; the results are the same.
             if onto is not None and x.is_cuda and onto.dtype in _COMPILED:
-                return _DroppedOnto.apply(x, onto, rows_R, key, drop)
+                return _Dropped.apply(x, rows_R, key, drop, onto)
             dropped = _Dropped.apply(x, rows_R, key, drop)
             return dropped if onto is None else onto + dropped
         width = x[0].numel()
@@ -97,48 +97,25 @@ def _is_compiled_for(device_type: str) -> bool:
 
 
 class _Dropped(torch.autograd.Function):
-    """The compiled forms of `Noise.dropout`, bit for bit: one pass forward, one backward that makes the mask again."""
+    """The compiled forms of `Noise.dropout`, bit for bit: one pass forward, one backward that makes the mask again.
+
+    Only Triton has the sum with `onto`, and `dropout` of relu(x), in the same pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-        ctx.save_for_backward(rows_R)
-        ctx.mask = key, drop
-        return _dropped(x, rows_R, key, drop)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _dropped(gradient, *ctx.saved_tensors, *ctx.mask), None, None, None
-
-
-class _DroppedOnto(torch.autograd.Function):
-    """What is dropped and added, in one kernel each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, onto: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-        ctx.save_for_backward(rows_R)
-        ctx.mask, ctx.dtypes = (key, drop), (x.dtype, onto.dtype)
-        return _dropped(x, rows_R, key, drop, onto)
+    def forward(
+        ctx: Any, x: Tensor, rows_R: Tensor, key: int, drop: int, onto: Tensor | None = None, relu: bool = False
+    ) -> Tensor:
+        ctx.save_for_backward(rows_R, x if relu else None)
+        ctx.mask, ctx.dtypes = (key, drop), (x.dtype, None if onto is None else onto.dtype)
+        return _dropped(x, rows_R, key, drop, onto, relu=x if relu else None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (rows_R,), (key, drop), (d_x, d_onto) = ctx.saved_tensors, ctx.mask, ctx.dtypes
-        return _dropped(gradient, rows_R, key, drop, dtype=d_x), gradient.to(d_onto), None, None, None
-
-
-class _ReluDropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-        ctx.save_for_backward(x, rows_R)
-        ctx.mask = key, drop
-        return _dropped(x, rows_R, key, drop, relu=x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x, rows_R), (key, drop) = ctx.saved_tensors, ctx.mask
-        return _dropped(gradient, rows_R, key, drop, relu=x), None, None, None
+        (rows_R, x), (key, drop), (d_x, d_onto) = ctx.saved_tensors, ctx.mask, ctx.dtypes
+        of_onto = None if d_onto is None else gradient.to(d_onto)
+        return _dropped(gradient, rows_R, key, drop, dtype=d_x, relu=x), None, None, None, of_onto, None
 
 
 def _dropped(
@@ -161,9 +138,7 @@ def _dropped(
         from . import noise_triton
 
         return noise_triton.dropped(x, rows_R, halves(key), drop, scale, onto, dtype, relu)
-    library = _library()
-    assert library is not None
-    x, rows_R = x.contiguous(), rows_R.contiguous()
+    library, x, rows_R = _library(), x.contiguous(), rows_R.contiguous()
     out, R, W = torch.empty_like(x), len(x), x[0].numel()
     workers = max(1, min(torch.get_num_threads(), x.numel() // _NUMBERS_A_THREAD))
 

@@ -272,7 +272,7 @@ def _in_triton(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits:
     from . import stage1_triton
 
     blocks, left_B = corpus.blocks, torch.arange(len(query), device=query.device)
-    sample_S = _sample_on(len(blocks), query.device)
+    sample_S = _sample(len(blocks), query.device)
     found = Found(query.new_empty(len(query), K, dtype=torch.int64), scale_B.new_empty(len(query), K))
     # Once more with a lower threshold for queries that it was too high for, and what is left then in plain torch.
     for aim, most in ((K, stage1_triton.QUERIES), (LOWERED * K, stage1_triton.QUERIES), (None, PLAIN_QUERIES)):
@@ -326,9 +326,7 @@ class _Buffers:
         """The K best of these items."""
         B, K = len(self.count_B), self.scan.K
         found = Found(torch.empty(B, K, dtype=torch.int64), torch.empty(B, K))
-        library = _library()
-        assert library is not None
-        library.stage1_result(
+        _library().stage1_result(
             ctypes.byref(self.scan), scale_B.data_ptr(), found.items_BK.data_ptr(), found.scores_BK.data_ptr()
         )
         return found
@@ -344,9 +342,8 @@ def _compiled(
     estimate: bool = True,
 ) -> Found:
     """Without `estimate`, everything is taken until the buffers are full."""
-    blocks, level, library = len(corpus.blocks), _level(), _library()
-    assert library is not None
-    sample_S = _sample(blocks)
+    blocks, library = len(corpus.blocks), _library()
+    level, sample_S = min(library.stage1_level(), _BEST), _sample(blocks, query.device)
     wanted, most = _expected(K, len(sample_S) / blocks)
     workers = max(1, min(threads, blocks // BLOCKS_OF_A_THREAD))
     room = max(K, min(corpus.num_items, most)) + LANES
@@ -379,18 +376,14 @@ def _expected(K: int, share: float) -> tuple[int, int]:
     return wanted, math.ceil((wanted + DEVIATIONS * math.sqrt(wanted)) / share)
 
 
-def _sample(blocks: int) -> Tensor:
-    """Indices [S] of blocks: one, at random, of each of S parts of the corpus; the same at each call."""
+@functools.lru_cache(maxsize=16)
+def _sample(blocks: int, device: torch.device) -> Tensor:
+    """Indices [S] of blocks: one, at random, of each of S parts of the corpus; the same at each call. Cached, because
+    every copy to a GPU waits for it."""
     size = min(blocks, SAMPLE, max(blocks // SAMPLED, SMALLEST_SAMPLE))
     bounds = torch.arange(size + 1) * blocks // size
     place = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return bounds[:-1] + (place * (bounds[1:] - bounds[:-1])).long()
-
-
-@functools.lru_cache(maxsize=16)
-def _sample_on(blocks: int, device: torch.device) -> Tensor:
-    """Cached, because every copy to a GPU waits for it."""
-    return _sample(blocks).to(device)
+    return (bounds[:-1] + (place * bounds.diff()).long()).to(device)
 
 
 def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> _Buffers:
@@ -414,12 +407,6 @@ _library = lazy_library(
     stage1_result=(None, *[ctypes.c_void_p] * 4),
     stage1_threshold=(ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_int),
 )
-
-
-def _level() -> int:
-    library = _library()
-    assert library is not None
-    return min(library.stage1_level(), _BEST)
 
 
 _BEST = 2

@@ -18,18 +18,6 @@ from .stack import Stack
 EPSILON = 1e-6
 
 
-class FuXi(Stack):
-    """Packed item embeddings in, one query per position out.
-
-    A block is that of the authors' code (USTC-StarTeam/FuXi-alpha), dropout included. What is around it, the initial
-    weights and the buckets of times are as in HSTU here. Without `times` there is no temporal channel.
-    """
-
-    def __init__(self, dim: int, config: FuXiConfig) -> None:
-        blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
-        super().__init__(dim, config, blocks, EPSILON)
-
-
 class _Block(nn.Module):
     """Adaptive multi-channel self-attention and a feed-forward network of two stages, with N for the RMS norm:
 
@@ -66,6 +54,16 @@ class _Block(nn.Module):
 
     def _drop(self, x: Tensor, noise: Noise | None, site: str, packing: Packing) -> Tensor:
         return noise.dropout(x, self.rate, f"{self.site}.{site}", packing.row_T) if noise else x
+
+
+class FuXi(Stack):
+    """Packed item embeddings in, one query per position out.
+
+    A block is that of the authors' code (USTC-StarTeam/FuXi-alpha), dropout included. What is around it, the initial
+    weights and the buckets of times are as in HSTU here. Without `times` there is no temporal channel.
+    """
+
+    block, epsilon = _Block, EPSILON
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -19,21 +19,6 @@ from .stack import Stack
 EPSILON = 1e-6
 
 
-class HSTU(Stack):
-    """Packed item embeddings in, one query per position out.
-
-    A block is that of the authors' code (facebookresearch/generative-recommenders), dropout included. What is around it
-    is as in SASRec here, so that only blocks differ: matrices start from Xavier's distribution and positions with a
-    deviation of 0.02 (theirs: 0.02 and 1 / sqrt(D)), and the last norm has learned weights (theirs has none, or only
-    divides by the length). Gaps of time have two buckets for each power of 2, read from their bits (theirs 2.3, from a
-    logarithm in FP32, which processors round differently).
-    """
-
-    def __init__(self, dim: int, config: HSTUConfig) -> None:
-        blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
-        super().__init__(dim, config, blocks, EPSILON)
-
-
 class _Block(nn.Module):
     """U, V, Q, K = silu(f1(norm(X))); Y = X + f2(norm(A V) * U), with A the pointwise attention of Q and K."""
 
@@ -57,6 +42,19 @@ class _Block(nn.Module):
         if noise:
             gated_TD = noise.dropout(gated_TD, self.rate, f"{self.site}.gated", packing.row_T)
         return x_TD + self.output(gated_TD)
+
+
+class HSTU(Stack):
+    """Packed item embeddings in, one query per position out.
+
+    A block is that of the authors' code (facebookresearch/generative-recommenders), dropout included. What is around it
+    is as in SASRec here, so that only blocks differ: matrices start from Xavier's distribution and positions with a
+    deviation of 0.02 (theirs: 0.02 and 1 / sqrt(D)), and the last norm has learned weights (theirs has none, or only
+    divides by the length). Gaps of time have two buckets for each power of 2, read from their bits (theirs 2.3, from a
+    logarithm in FP32, which processors round differently).
+    """
+
+    block, epsilon = _Block, EPSILON
 
 
 def _fused(block: _Block, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor | None:

@@ -142,7 +142,6 @@ def _run(packing: Packing, inputs: list[Tensor], outputs: dict[str, Tensor], d_b
     assert int(packing.offset_B[-1]) == T and all(tensor.is_contiguous() for tensor in tensors.values())
     problem = _Problem(T, G, d, L, 1 / L, **{name: tensor.data_ptr() for name, tensor in tensors.items()})
     parts, library = _parts(packing), _library()
-    assert library is not None
     level = min(library.hstu_level(), _LEVEL)
 
     def work(part: int) -> int:

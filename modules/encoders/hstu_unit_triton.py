@@ -37,8 +37,7 @@ def covers(D: int, d: int, dtype: torch.dtype) -> bool:
 
 def normed(x_TD: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x_TD, FP32, with mean 0 and variance 1 along D, in `dtype`; and x_TD for what comes past the block."""
-    out: tuple[Tensor, Tensor] = _Normed.apply(x_TD, epsilon, dtype)
-    return out
+    return _Normed.apply(x_TD, epsilon, dtype)
 
 
 def unit(
@@ -52,8 +51,7 @@ def unit(
     """With V, Q, K, U = silu(raw): norm(attention(V, Q, K)) * U, after dropout [T, D]. `noise` has dropout's key, and
     how many of 2^16 random numbers drop a number."""
     time_K = None if time_K is None else time_K.float()
-    out: Tensor = _Unit.apply(packing, raw_TFGd, position_L.float(), time_K, epsilon, noise or (0, 0))
-    return out
+    return _Unit.apply(packing, raw_TFGd, position_L.float(), time_K, epsilon, noise or (0, 0))
 
 
 class _Normed(torch.autograd.Function):

@@ -18,18 +18,6 @@ from .stack import Stack
 EPSILON = 1e-5
 
 
-class LiGR(Stack):
-    """Packed item embeddings in, one query per position out.
-
-    A block is that of RecTools' LiGRLayers with SwiGLU. What is around it and the initial weights are as in SASRec
-    here, and so is dropout of attention: of its output alone (theirs: of its weights, too).
-    """
-
-    def __init__(self, dim: int, config: LiGRConfig) -> None:
-        blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
-        super().__init__(dim, config, blocks, EPSILON)
-
-
 class _Block(Attention):
     """O = X + sigmoid(X W_a + b_a) * attention(N(X)); Y = O + sigmoid(O W_f + b_f) * (silu(N(O) W_1) * N(O) W_2) W_3,
     with N for the norms."""
@@ -58,3 +46,13 @@ class _Block(Attention):
         left, right = self.up(self.feed_norm(x_TD)).chunk(2, dim=1)
         down_TD = self.down(self._drop(F.silu(left) * right, noise, "up", packing))
         return x_TD + torch.sigmoid(self.feed_gate(x_TD)) * self._drop(down_TD, noise, "down", packing)
+
+
+class LiGR(Stack):
+    """Packed item embeddings in, one query per position out.
+
+    A block is that of RecTools' LiGRLayers with SwiGLU. What is around it and the initial weights are as in SASRec
+    here, and so is dropout of attention: of its output alone (theirs: of its weights, too).
+    """
+
+    block, epsilon = _Block, EPSILON

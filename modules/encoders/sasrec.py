@@ -24,23 +24,6 @@ FLASH_WIDTH, CAUSAL = 256, 1
 """The widest head that flash attention has a kernel for; and efficient attention's number of the causal mask."""
 
 
-class SASRec(Stack):
-    """Packed item embeddings in, one query per position out.
-
-    Every layer but attention works on the packed positions. The blocks, their dropout rates and the items' factor of
-    sqrt(D) are those of the authors' code (facebookresearch/generative-recommenders). What differs: matrices start from
-    Xavier's uniform distribution (theirs: its normal one, of the same variance), biases from 0 (theirs: torch's, where
-    a layer is a convolution) and positions with a deviation of 0.02 (theirs: 1 / sqrt(D)); norms have learned weights,
-    and there is one after the last block (theirs: none, but the division by the length, which follows here, too); and
-    attention's dropout applies to its output, not to its weights, so that its mask does not depend on how sequences are
-    padded. On MovieLens-1M the two are level: test HR@10 0.2972 as there, 0.2944 as here (`train ml-1m-dot`, seed 0).
-    """
-
-    def __init__(self, dim: int, config: SASRecConfig) -> None:
-        blocks = (_Block(dim, config, f"block{i}") for i in range(config.blocks))
-        super().__init__(dim, config, blocks, EPSILON)
-
-
 class Attention(nn.Module):
     """What blocks of softmax attention share: its layers, two norms and dropout."""
 
@@ -114,6 +97,21 @@ class _Block(Attention):
         return self._drop(self.down(hidden_TD), noise, "down", packing, x_TD)
 
 
+class SASRec(Stack):
+    """Packed item embeddings in, one query per position out.
+
+    Every layer but attention works on the packed positions. The blocks, their dropout rates and the items' factor of
+    sqrt(D) are those of the authors' code (facebookresearch/generative-recommenders). What differs: matrices start from
+    Xavier's uniform distribution (theirs: its normal one, of the same variance), biases from 0 (theirs: torch's, where
+    a layer is a convolution) and positions with a deviation of 0.02 (theirs: 1 / sqrt(D)); norms have learned weights,
+    and there is one after the last block (theirs: none, but the division by the length, which follows here, too); and
+    attention's dropout applies to its output, not to its weights, so that its mask does not depend on how sequences are
+    padded. On MovieLens-1M the two are level: test HR@10 0.2972 as there, 0.2944 as here (`train ml-1m-dot`, seed 0).
+    """
+
+    block, epsilon = _Block, EPSILON
+
+
 def attend_padded(packed_TnGd: Tensor, packing: Packing, key_T1Gd: Tensor | None = None) -> Tensor:
     """Causal self-attention of each sequence, [T, 3, G, d] of query, key and value -> [T, G, d]; or of queries
     [T, 1, G, d] and keys that are the values."""
@@ -156,8 +154,6 @@ def attend_jagged(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     sides, offset_B, longest = packed_T3Gd.unbind(1), packing.offset_B.int(), packing.shape[1]
     bounds = offset_B, offset_B, longest, longest
     if packed_T3Gd.dtype != torch.float32 and packed_T3Gd.shape[3] <= FLASH_WIDTH:
-        out_TGd: Tensor = torch.ops.aten._flash_attention_forward(*sides, *bounds, 0.0, True, False)[0]
-        return out_TGd
+        return torch.ops.aten._flash_attention_forward(*sides, *bounds, 0.0, True, False)[0]
     q, k, v = (side[None] for side in sides)
-    out_1TGd: Tensor = torch.ops.aten._efficient_attention_forward(q, k, v, None, *bounds, 0.0, CAUSAL, True)[0]
-    return out_1TGd[0]
+    return torch.ops.aten._efficient_attention_forward(q, k, v, None, *bounds, 0.0, CAUSAL, True)[0][0]

@@ -4,7 +4,8 @@ Axes: B sequences, T positions of all of them, packed, L longest sequence, D wid
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,17 @@ class Stack(nn.Module):
     """Packed item embeddings in, one query per position out. Each block takes ([T, D], packing, noise); parameters of
     its own, outside its layers, are biases of attention. One that can compute its last positions alone has `last`."""
 
-    def __init__(
-        self, dim: int, config: SASRecConfig | HSTUConfig, blocks: Iterable[nn.Module], epsilon: float
-    ) -> None:
+    block: Callable[[int, Any, str], nn.Module]
+    """A block's class: made from the width, the settings and its name."""
+    epsilon: float
+    """Of the last norm."""
+
+    def __init__(self, dim: int, config: SASRecConfig | HSTUConfig) -> None:
         super().__init__()
         self.scale, self.rate, self.history_rate = math.sqrt(dim), config.dropout, config.history_dropout
         self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(dim, eps=epsilon)
+        self.blocks = nn.ModuleList(type(self).block(dim, config, f"block{i}") for i in range(config.blocks))
+        self.norm = nn.LayerNorm(dim, eps=self.epsilon)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         _reset_bias(self.position_LD, generator)

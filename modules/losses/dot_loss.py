@@ -35,8 +35,7 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
         # The correction becomes one more column of each product.
         query_TH = torch.cat([query_TH.float(), query_TH.new_ones(len(query_TH), 1, dtype=torch.float32)], 1)
         item_VH = torch.cat([item_VH.float(), -examples.log_q_V[:, None]], 1)
-    loss: Tensor = _DotSoftmax.apply(query_TH, item_VH, examples)
-    return loss
+    return _DotSoftmax.apply(query_TH, item_VH, examples)
 
 
 def has_kernels(H: int, device: torch.device) -> bool:

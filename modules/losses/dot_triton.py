@@ -46,8 +46,7 @@ def covers(H: int, device: torch.device) -> bool:
 
 def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -> Tensor:
     """dot_loss.dot_sampled_softmax for what is covered. Indices are not checked."""
-    loss: Tensor = _DotLoss.apply(query_TH, item_VH, examples)
-    return loss
+    return _DotLoss.apply(query_TH, item_VH, examples)
 
 
 class _DotLoss(torch.autograd.Function):

@@ -53,16 +53,15 @@ def mol_sampled_softmax(
     """
     bounds = [0, len(target_T)] if bounds is None else bounds
     _check(len(query[0]), len(item[0]), target_T, negatives_GN, bounds)
-    dtype = _precision(query[0])
-    if target_T.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
-        groups = target_T, negatives_GN, bounds, log_q_V, weight_T
-        return _Fused.apply(dtype, groups, dropout, *query, *item, *cross_gate)
+    device = target_T.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query[0].dtype
+    tensors, groups = (*query, *item, *cross_gate), (target_T, negatives_GN, bounds, log_q_V, weight_T)
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
+        return _Fused.apply(dtype, groups, dropout, *tensors)
     (_, I, C), U, H = item[0].shape, query[0].shape[1], len(cross_gate[0])
-    if has_kernels(U, I, C, H, dtype, target_T.device):
+    if has_kernels(U, I, C, H, dtype, device):
         from . import mol_triton
 
-        tensors = (*query, *item, *cross_gate)
-        groups = target_T, negatives_GN, bounds, log_q_V, weight_T
         return mol_triton.mol_sampled_softmax(dtype, groups, dropout, *tensors)
     return None
 
@@ -88,11 +87,6 @@ def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Seque
             least, most = torch.aminmax(indices)
             if least < 0 or most >= V:
                 raise IndexError(f"items are numbered from 0 to {V - 1}, not from {least} to {most}")
-
-
-def _precision(query_TUC: Tensor) -> torch.dtype:
-    device = query_TUC.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_TUC.dtype
 
 
 _INPUTS = ("query_TUC", "query_TM", "item_VIC", "item_VM", "up_HM", "up_H", "down_MH", "down_M")
@@ -144,9 +138,7 @@ class _Fused(torch.autograd.Function):
 
 def _level(dtype: torch.dtype) -> int:
     """A machine without BF16 products is faster in FP32."""
-    library = _library()
-    assert library is not None
-    level = min(library.mol_level(), _LEVEL)
+    level = min(_library().mol_level(), _LEVEL)
     return level if dtype == torch.bfloat16 else min(level, _BF16 - 1)
 
 
@@ -175,9 +167,7 @@ def _run(
         pointers += [0 if of is None else of.data_ptr() for of in (log_q_V, weight_T)]
         problem = _Problem(T, N, G, U, I, C, H, *pointers, key, dropped, _TILE, *gradients)
         first, last = T * worker // workers, T * (worker + 1) // workers
-        library = _library()
-        assert library is not None
-        if library.mol_sampled_softmax(ctypes.byref(problem), first, last, level):
+        if _library().mol_sampled_softmax(ctypes.byref(problem), first, last, level):
             raise MemoryError("no memory for the buffers of the MoL loss")
         return problem.loss
 

@@ -60,8 +60,7 @@ def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float
 
         if normalize_triton.covers(x, dtype):
             return normalize_triton.l2_normalize(x, scale, dtype, _EPS)
-    normalized: Tensor = _Normalize.apply(x, scale, dtype)
-    return normalized
+    return _Normalize.apply(x, scale, dtype)
 
 
 class _Normalize(torch.autograd.Function):

@@ -21,8 +21,7 @@ BUDGET = {"_gated": (4, 0), "_gated_backward": (4, 0)}
 
 def gated(both_RH: Tensor) -> Tensor:
     """[R, 2 H] of values and gates, FP32 or BF16 -> [R, H], value * silu(gate)."""
-    out: Tensor = _Gated.apply(both_RH)
-    return out
+    return _Gated.apply(both_RH)
 
 
 class _Gated(torch.autograd.Function):

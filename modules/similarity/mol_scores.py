@@ -8,6 +8,7 @@ mixture components, H hidden width of the cross gate.
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def mol_scores(
     IndexError or ValueError for indices or bounds that do not fit; indices on a GPU are not checked.
     """
     on_cuda = item_P.device.type == "cuda" and has_triton()
-    library = _library() if item_P.device.type == "cpu" else None
+    library: Any = _library() if item_P.device.type == "cpu" else None
     stored = [_STORED.get(part.dtype) for part in item]
     if None in stored or not (on_cuda or library):
         return None
@@ -52,7 +53,6 @@ def mol_scores(
 
         covered = mol_scores_triton.covers(U, I, C, H, item)
         return mol_scores_triton.mol_scores(query, item, cross_gate, item_P, bounds) if covered else None
-    assert library is not None
     if P:
         least, most = torch.aminmax(item_P)
         if least < 0 or most >= X:
@@ -102,7 +102,7 @@ _PAIRS = 2048
 """Fewer pairs than this are not worth another thread."""
 
 
-def _level(library: ctypes.CDLL, U: int, I: int, C: int, stored: Sequence[int | None]) -> int:
+def _level(library: Any, U: int, I: int, C: int, stored: Sequence[int | None]) -> int:
     """The best level that the machine has for items that are stored so."""
     best = _AMX if stored[0] in (_STORED[torch.bfloat16], _STORED[torch.int8]) else _BF16 - 1
     fits = stored == [_STORED[torch.int8], _STORED[torch.bfloat16]] and max(U, I) <= 8 and C % 4 == 0

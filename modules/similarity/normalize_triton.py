@@ -27,8 +27,7 @@ def covers(x: Tensor, dtype: torch.dtype) -> bool:
 def l2_normalize(x: Tensor, scale: float, dtype: torch.dtype, least: float) -> Tensor:
     """x [..., C] at length `scale` along the last axis, in `dtype`, computed in FP32; rows shorter than `least` are
     multiplied by scale / least."""
-    out: Tensor = _Normalize.apply(x, scale, dtype, least)
-    return out
+    return _Normalize.apply(x, scale, dtype, least)
 
 
 class _Normalize(torch.autograd.Function):

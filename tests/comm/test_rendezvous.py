@@ -152,8 +152,7 @@ def test_the_process_that_came_last_as_a_rank_counts(store: dist.Store, monkeypa
 
 
 def test_another_version_may_say_more_or_less() -> None:
-    content = json.dumps({"id": "7", "host": "b", "mood": "good"})
-    assert Member.of(content.encode()) == Member(id="7", host="b")
+    assert Member.of({"id": "7", "host": "b", "mood": "good"}) == Member(id="7", host="b")
 
 
 LOOPBACK = (

@@ -40,11 +40,11 @@ def check_one_kernel(x: Tensor, onto: Tensor, rows_R: Tensor, d_out: Tensor, dev
     d_sum = d_out.to(torch.promote_types(x.dtype, onto.dtype))
     equal(
         with_gradients(lambda x, onto: here.dropout(x, rate, "here", rows_R, onto), (x, onto), d_sum),
-        in_triton(lambda x, onto: noise._DroppedOnto.apply(x, onto, *mask), (x, onto), d_sum, device),
+        in_triton(lambda x, onto: noise._Dropped.apply(x, *mask, onto), (x, onto), d_sum, device),
     )
     equal(
         with_gradients(lambda x: here.relu_dropout(x, rate, "here", rows_R), (x,), d_out.to(x.dtype)),
-        in_triton(lambda x: noise._ReluDropped.apply(x, *mask), (x,), d_out.to(x.dtype), device),
+        in_triton(lambda x: noise._Dropped.apply(x, *mask, None, True), (x,), d_out.to(x.dtype), device),
     )
 
 

@@ -90,7 +90,7 @@ def check_order(device: str) -> None:
 def check_misleading_samples(device: str) -> None:
     """A sample of the best items alone has too high a threshold; the second query's is right."""
     item_XH = torch.randn(400 * LANES, 8, generator=torch.Generator().manual_seed(0)).abs()
-    sample_S = stage1._sample(400)
+    sample_S = stage1._sample(400, torch.device("cpu"))
     item_XH.view(400, LANES, 8)[sample_S] += 100
     query_BH = torch.ones(2, 8)
     query_BH[1] = -1
@@ -132,7 +132,7 @@ def check_few_allowed(device: str) -> None:
 
 def check_all(device: str, few: bool = False) -> None:
     with mock.patch.object(stage1, "SMALLEST_SAMPLE", 8):
-        stage1._sample_on.cache_clear()
+        stage1._sample.cache_clear()
         check_sizes(device, few)
         if device == "cpu":
             check_order(device)
@@ -141,4 +141,4 @@ def check_all(device: str, few: bool = False) -> None:
         if not few:
             check_misleading_samples(device)
             check_cases(device, 100 if device == "cpu" else 10)  # a GPU compiles each
-        stage1._sample_on.cache_clear()
+        stage1._sample.cache_clear()

@@ -22,6 +22,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small corpora have blocks that are not in it, and several threads."""
     monkeypatch.setattr(stage1, "SMALLEST_SAMPLE", 8)
     monkeypatch.setattr(stage1, "BLOCKS_OF_A_THREAD", 8)
+    monkeypatch.setattr(stage1, "_sample", stage1._sample.__wrapped__)  # without what was cached of larger ones
 
 
 def plain(query_BH: Tensor, corpus: Int8Corpus, k: int, allowed: Tensor | None = None) -> Found:
@@ -78,7 +79,7 @@ def test_a_sample_of_the_best_items_alone_misleads_nobody(level: int, monkeypatc
     """The threshold is then above nearly all items, so the query is scanned again."""
     monkeypatch.setattr(stage1, "_BEST", level)
     item_XH = torch.randn(100 * LANES, 8, generator=torch.Generator().manual_seed(0)).abs()
-    sample_S = stage1._sample(100)
+    sample_S = stage1._sample(100, torch.device("cpu"))
     item_XH.view(100, LANES, 8)[sample_S] += 100
     corpus, query_BH = Int8Corpus.of(item_XH), torch.ones(2, 8)
     query_BH[1] = -1  # for which the sample has the worst items

@@ -142,8 +142,7 @@ def _stand_in(
     scratch: int = 0,
 ) -> Tensor:
     given = [tensor for tensor in inputs if tensor is not None]
-    made: Tensor = _StandIn.apply(counter, kernels, shape, dtype, scratch, *given)
-    return made
+    return _StandIn.apply(counter, kernels, shape, dtype, scratch, *given)
 
 
 def _projection(module: Projection, counter: Counter, x_RD: Tensor) -> Tensor:
