@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from logitmix.modules.batch import Bags, Batch
     from logitmix.trainer.commands.step_time import StepTime
     from logitmix.trainer.data.dataset import Dataset
+    from logitmix.trainer.data.lookups import Ints
     from logitmix.trainer.parallel.plan import Devices, TablePlan
     from logitmix.trainer.parallel.traffic import Traffic
 
@@ -295,10 +296,9 @@ def plan_job(
     activations, leaves, batches = (round(FRAGMENTED[devices.kind] * of) for of in held)
     sent, W = traffic(rows, config.comm), devices.world_size
     device, host = zip(*bytes_by_rank(plan, size), strict=True)
-    between = sent.between_hosts / W
     load = Load(
-        within=sent.total / W - between,
-        between=between,
+        within=sent.most_within,
+        between=sent.most_between,
         dense=weights * (2 if config.comm.dense == "bf16" else 4),
         tables=sum(_moved(plan[name]) * count for name, count in lookups.items()),
         optimizer=2 * weights * bytes_per_weight(config),
@@ -334,11 +334,8 @@ def first_batches(config: Config, dataset: "Dataset", world_size: int) -> "list[
 
     device = torch.device("cpu")
     batches = training_batches(config, dataset, Ranks(0, world_size, 0, device, None))  # type: ignore[arg-type]
-    found = []
-    for rank in range(world_size):
-        batches.rank = rank
-        found.append(batches.at(0))
-    return found
+    drawn: dict[tuple[int, ...], Ints] = {}
+    return [batches.part(0, rank, drawn) for rank in range(world_size)]
 
 
 def _with_rows(parts: "list[Batch]", schema: Schema) -> "list[Batch]":

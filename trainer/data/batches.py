@@ -260,12 +260,18 @@ class TrainingBatches:
 
     def at(self, step: int) -> Batch:
         """This rank's part of the global batch of a step, on the CPU."""
+        return self.part(step, self.rank, {})
+
+    def part(self, step: int, rank: int, drawn: dict[tuple[int, ...], Ints]) -> Batch:
+        """A rank's part of the global batch of a step, on the CPU. `drawn` is empty for the first rank of a step; it
+        keeps the random numbers that all ranks draw, for the next one."""
         epoch, index = divmod(step, self.steps_per_epoch)
         sequences = self._sequences(step)
         bounds, bounds_Q = (np.append(0, np.cumsum(of[sequences])) for of in (self.length_S, self.targets_S))
-        first, last = self._part(bounds)
+        first, last = self._part(bounds, rank)
         group_B = self._groups(bounds_Q)
-        negatives = self._negatives([self.seed, epoch, index + 1], sequences, bounds_Q, group_B, slice(first, last))
+        key = [self.seed, epoch, index + 1]
+        negatives = self._negatives(key, sequences, bounds_Q, group_B, slice(first, last), drawn)
         weight_Q = self._weights(sequences, slice(bounds_Q[first], bounds_Q[last]))
         of_part = bounds_Q[first : last + 1] - bounds_Q[first]
         sequences = sequences[first:last]
@@ -364,15 +370,23 @@ class TrainingBatches:
         begins = np.flatnonzero(np.diff(group_B, prepend=-1))
         return [*bounds[begins].tolist(), int(bounds[-1])]
 
-    def _negatives(self, key: list[int], sequences: np.ndarray, bounds: Ints, group_B: Ints, part: slice) -> Ints:
+    def _negatives(
+        self,
+        key: list[int],
+        sequences: np.ndarray,
+        bounds: Ints,
+        group_B: Ints,
+        part: slice,
+        drawn: dict[tuple[int, ...], Ints],
+    ) -> Ints:
         """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, whose targets are between
         `bounds`, in the groups `group_B`; the key names the batch."""
         if not self.negatives:
             return self._drawable(np.arange(self.num_drawable))[None]
-        uniform_GN = self._drawable(self._draw(key, bounds, group_B, part, self.num_drawable, self.negatives))
+        uniform_GN = self._drawable(self._draw(key, bounds, group_B, part, self.num_drawable, self.negatives, drawn))
         if not self.in_batch:
             return uniform_GN
-        target_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch)
+        target_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch, drawn)
         sequence_GM = np.searchsorted(bounds, target_GM, side="right") - 1
         place_GM = self._place((self.first_S[sequences] - bounds[:-1])[sequence_GM] + target_GM)
         return np.concatenate([uniform_GN, self.dataset.items_flat[place_GM]], axis=1)
@@ -381,16 +395,27 @@ class TrainingBatches:
         """The items that may be negatives, by their numbers among these."""
         return number_GN + np.searchsorted(self._drawable_before, number_GN, side="right")
 
-    def _draw(self, key: list[int], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
+    def _draw(
+        self,
+        key: list[int],
+        bounds: Ints,
+        group_B: Ints,
+        part: slice,
+        below: int,
+        count: int,
+        drawn: dict[tuple[int, ...], Ints],
+    ) -> Ints:
         """Random numbers below a bound [G, count] for the groups of `part` of a global batch's sequences."""
         if self.share == "position":
             # One key per sequence: there are many numbers, and a rank need not draw those of others.
             places, lengths = range(part.start, part.stop), np.diff(bounds)
-            drawn = [np.random.default_rng([*key, at]).integers(0, below, (lengths[at], count)) for at in places]
-            return np.concatenate([np.zeros((0, count), np.int64), *drawn])
+            own = [np.random.default_rng([*key, at]).integers(0, below, (lengths[at], count)) for at in places]
+            return np.concatenate([np.zeros((0, count), np.int64), *own])
         # A rank without sequences needs no negatives, but one set for the whole batch has no parts.
         wanted = np.zeros(1, np.int64) if self.share == "batch" else np.unique(group_B[part])
-        return np.random.default_rng(key).integers(0, below, (group_B[-1] + 1, count))[wanted]
+        if (whole := tuple(key)) not in drawn:
+            drawn[whole] = np.random.default_rng(key).integers(0, below, (group_B[-1] + 1, count))
+        return drawn[whole][wanted]
 
     def _log_q(self) -> NDArray[np.float32]:
         """For each item [X], the log of the probability that a negative is that item. N of N + M are uniform; M are
@@ -428,11 +453,11 @@ class TrainingBatches:
             self._shuffled = shuffled
         return shuffled[1]
 
-    def _part(self, bounds: Ints) -> tuple[int, int]:
-        """First and last (excluded) sequence of this rank; all ranks have about equally many positions."""
-        cuts = np.arange(self.world_size + 1) * bounds[-1] / self.world_size
-        nearest = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
-        return int(nearest[self.rank]), int(nearest[self.rank + 1])
+    def _part(self, bounds: Ints, rank: int) -> tuple[int, int]:
+        """First and last (excluded) sequence of a rank; all ranks have about equally many positions."""
+        cuts = np.array([rank, rank + 1]) * bounds[-1] / self.world_size
+        first, last = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
+        return int(first), int(last)
 
 
 def _windows(positions_U: Ints, longest: int, stride: int) -> tuple[Ints, Ints]:

@@ -218,6 +218,19 @@ def test_negatives_of_the_batch_are_targets_of_all_its_ranks(share: Share, world
     assert len(drawn) == 4
 
 
+@pytest.mark.parametrize("share", SHARES)
+def test_what_ranks_draw_alike_is_drawn_once_for_all_parts(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"share": share, "in_batch": 5, "world_size": 3}
+    alone = [items_of(batches(rank=rank, **options).at(1)) for rank in range(3)]
+    calls, rng = [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda key: calls.append(key) or rng(key))
+    source, drawn = batches(**options), {}
+    parts = [items_of(source.part(1, rank, drawn)) for rank in range(3)]
+    assert parts == alone
+    # The order of the sequences, uniform negatives and those from the batch; or, of positions, for each sequence.
+    assert len(calls) == (1 + 2 * 4 if share == "position" else 3)
+
+
 @pytest.mark.long
 def test_log_q_is_how_often_negatives_are_drawn() -> None:
     """Over epochs; with one target of each user or six, and popular items."""

@@ -70,7 +70,7 @@ def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple
     if of.peers:
         # Groups are hosts.
         assert of.between_hosts == of.peers
-    ids_to_peers = ID_BYTES * sum(count for crossing, count in rows.items() if crossing.to_peers)
+    ids_to_peers = ID_BYTES * sum(int(sent_W.sum()) for crossing, (sent_W, _) in rows.items() if crossing.to_peers)
     return float(of.forward), float(of.backward), float(of.peers - ids_to_peers)
 
 
