@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -125,13 +124,6 @@ def test_a_living_rank_that_others_wait_for_is_named_though_nobody_asks(beats: l
     assert len(said) == hangs
     for line in said:
         assert re.fullmatch(r"rank 0 waits for the others no longer: rank 1 \(on \S+\) gives signs of life, .*", line)
-
-
-def test_where_a_rank_is_is_said_by_this_projects_functions() -> None:
-    scope: dict[str, Any] = {"__name__": "logitmix.trainer.data.example"}
-    exec("def read(ask):\n    return ask()", scope)
-    assert heartbeat._place_of(scope["read"](lambda: sys._getframe())) == "read (logitmix.trainer.data.example:2)"
-    assert heartbeat._place_of(None) == "other code"
 
 
 @pytest.mark.long

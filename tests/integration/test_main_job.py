@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +12,10 @@ import jobs
 import numpy as np
 import pytest
 import two_ranks
-from small_data import small_config, write_dataset
+from small_data import small_config
 
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import __main__, cli
+from logitmix.trainer import cli
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
@@ -205,25 +204,3 @@ def test_a_mistake_is_told_in_one_line(
     assert expected in "\n".join(said)
     assert len(said) == 1 or words == ["trian"]
     assert not (folder / "new").exists()
-
-
-def test_a_loss_that_is_not_finite_stops_before_it_spreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"dense.lr": 1e30, "train.epochs": 3, "train.precision": "fp32", "train.log_every": 100}
-    config = small_config(write_dataset(tmp_path / "data"), settings | {"train.checkpoint_every": 1})
-    (tmp_path / "recipe.toml").write_text(dump_toml(config))
-    with pytest.raises(SystemExit) as stop:
-        here(["train", "recipe.toml", "--run", "run"], tmp_path, capsys)
-    assert stop.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("logitmix: the loss or a gradient is not finite at step 6, nor in the 4 ")
-    assert all(value.isfinite().all() for value in load_saved(tmp_path / "run").tower.state_dict().values())
-
-
-def test_two_jobs_do_not_share_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(folder / "runs/ring", tmp_path / "run")
-    more = ["train", "ring.toml", "--run", str(tmp_path / "run"), "--train.epochs", "1000"]
-    with two_ranks.started(__main__.main, ["logitmix", *more], folder) as (_, outputs):
-        two_ranks.wait_for(outputs / "0.2", "continuing")
-        with pytest.raises(SystemExit):
-            here(more, folder, capsys)
-        assert "another job is training" in capsys.readouterr().err

@@ -78,15 +78,6 @@ def test_from_data_to_answers(s3: S3FileSystem, tmp_path: Path, monkeypatch: pyt
     assert not {name for url in (DATA, RUN, EXPORT) for name in names(s3, url) if name.startswith(".")}
 
 
-def test_flipped_bits_are_found(s3: S3FileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(write_dataset(tmp_path / "data"), DATA)
-    content = bytearray(s3.cat_file(f"{DATA}/items.parquet"))
-    content[100] ^= 1
-    s3.pipe_file(f"{DATA}/items.parquet", bytes(content))
-    with pytest.raises(ValueError, match=f"^{DATA}: items.parquet is damaged "):
-        api.train("auto", RUN, {"data.path": DATA})
-
-
 def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:
     """Status, and the lines on standard error."""
     with pytest.raises(SystemExit) as end:
@@ -117,18 +108,6 @@ def test_what_is_wrong_with_the_store_is_one_line(
     status, lines = said(words.replace("URL", url).split(), capsys)
     assert status == 1 and len(lines) == 1
     assert lines[0].startswith(f"logitmix: {url} could not be read ({reason}")
-
-
-def test_a_driver_that_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    elsewhere(tmp_path, monkeypatch, "here")
-    for protocol, driver in (("gs", "gcsfs"), ("abfs", "adlfs")):
-        status, lines = said(["train", "auto", "--data.path", f"{protocol}://bucket/a"], capsys)
-        assert status == 2 and len(lines) == 1
-        assert lines[0].startswith(f"logitmix: {protocol}://bucket/a: ") and lines[0].endswith(
-            f": pip install {driver}"
-        )
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress, read_rows
 from logitmix.trainer.run.results import write_results
 from logitmix.trainer.run.tensor_files import TensorFile
@@ -315,11 +314,6 @@ def test_a_rank_notices_that_its_launcher_is_gone() -> None:
     process = start("sh", "-c", '"$@" & read line', "sh")
     out, _ = process.communicate("", timeout=100)
     assert out == "the end of its launcher\n"
-
-
-def test_runs_with_nothing_saved_have_a_first_checkpoint(config: Config, tmp_path: Path) -> None:
-    stopped(config, tmp_path / "run", 1)
-    assert [path.name for path in checkpoint_paths(tmp_path / "run")] == ["step-1"]
 
 
 def test_a_skipped_step_is_logged_with_its_users_and_counted_in_the_checkpoint(

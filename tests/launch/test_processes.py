@@ -191,13 +191,6 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
     assert stop.value.code == 128 + signal.SIGTERM and time.monotonic() - since < 50
 
 
-@pytest.mark.usefixtures("ranks")
-def test_a_rank_that_the_others_wait_for_in_vain_is_not_waited_for() -> None:
-    since = time.monotonic()
-    assert processes.run_ranks(["sys.exit(3) if rank else time.sleep(60)"], 2) == 3
-    assert time.monotonic() - since < 50
-
-
 def as_restart(monkeypatch: pytest.MonkeyPatch, job: Path, rank: int, attempt: int) -> None:
     """This process as a rank under torchrun."""
     error_file = job / f"attempt_{attempt}" / str(rank) / "error.json"

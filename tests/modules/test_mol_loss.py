@@ -181,31 +181,6 @@ def test_gates_whose_peak_is_dropped(level: int) -> None:
     check(starved, roundings=3000)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_a_position_whose_negatives_are_all_its_target_has_nothing_to_learn(rate: float) -> None:
-    case = make([5], 40, V=1, rate=rate)
-    loss = fused(case)
-    assert float(loss.detach()) == 0.0
-    assert not any(gradient.any() for gradient in case.gradients(loss))
-
-
-def test_masks_do_not_depend_on_how_positions_are_cut() -> None:
-    """Equal losses of the parts, position by position, say that each pair has the mask of its number."""
-    case = make([64], 30, rate=0.5)
-
-    def part(first: int, last: int) -> float:
-        query = [side[first:last] for side in case.tensors[:2]]
-        target_T, row_T = case.target_T[first:last], case.row_T[first:last]
-        own = replace(case, tensors=(*query, *case.tensors[2:]), target_T=target_T, row_T=row_T)
-        return float(fused(replace(own, bounds=(0, last - first))).detach())
-
-    alone = [part(t, t + 1) for t in range(64)]
-    for first, last in ((0, 64), (0, 23), (23, 64), (40, 41)):
-        assert part(first, last) == pytest.approx(sum(alone[first:last]), rel=50 * EPS)
-    moved = float(fused(replace(case, row_T=case.row_T + 1)).detach())
-    assert part(0, 64) != pytest.approx(moved, rel=1e-4)
-
-
 def test_threads_give_the_same_and_reproducibly(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mol_loss, "_PAIRS", 100)
     case = make([50, 3, 120], 30, rate=0.2)
@@ -279,13 +254,6 @@ def test_the_thread_has_subnormal_numbers_afterwards(level: int, threads: None) 
     tiny = torch.tensor([1e-40])
     fused(make([20], 6, scale=40.0))
     assert float(tiny * 0.5) > 0
-
-
-def test_without_gradients_the_value_is_the_same() -> None:
-    case = make([9, 4], 20, rate=0.2)
-    with torch.no_grad():
-        value = fused(case)
-    assert not value.requires_grad and torch.equal(value, fused(case).detach())
 
 
 @pytest.mark.parametrize("at", range(8))

@@ -54,28 +54,12 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float((a * b).mean() * math.sqrt(a.numel()))
 
 
-def walsh_hadamard(x: Tensor) -> Tensor:
-    """Over dimension 0, whose length is a power of two; scaled to keep variances."""
-    n = len(x)
-    for half in (2**power for power in range(int(math.log2(n)))):
-        x = x.view(n // (2 * half), 2, half, *x.shape[1:] if x.dim() == 2 else ())
-        x = torch.stack([x[:, 0] + x[:, 1], x[:, 0] - x[:, 1]], dim=1).flatten(0, 2)
-    return x / math.sqrt(n)
-
-
 def test_random_bits_are_the_hash_written_out_with_whole_numbers() -> None:
     rows = [0, 1, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3, 2**62 + 5]
     columns = [0, 1, 2, 1000, 2**31 - 1]
     for key in (0, 1, KEY, 2**63 - 1, 1 << 31, 1 << 62):
         expected = [[plain_bits(key, row, column) for column in columns] for row in rows]
         assert random_bits(key, torch.tensor(rows), torch.tensor(columns)).tolist() == expected
-
-
-def test_random_bits_leave_their_arguments_alone() -> None:
-    rows, columns = torch.arange(5), torch.arange(3)
-    random_bits(KEY, rows, columns)
-    random_bits(KEY, rows.int(), columns.int())
-    assert rows.tolist() == [0, 1, 2, 3, 4] and columns.tolist() == [0, 1, 2]
 
 
 def test_keys_are_63_bits_that_follow_from_the_parts() -> None:
@@ -107,58 +91,6 @@ def test_shards_of_initial_weights_make_up_the_whole_table(dim: int) -> None:
         indices[dim] = part
         shards.append(truncated_normal(KEY, *indices, 0.02))
     assert torch.equal(torch.cat(shards, dim), whole)
-
-
-@pytest.mark.parametrize("step", [1, 129, 2**32])
-def test_every_byte_is_uniform(step: int) -> None:
-    words = bits(KEY, 512, 512, step=step)
-    for shift in (0, 8, 16, 24):
-        count = torch.bincount((words >> shift & 0xFF).flatten(), minlength=256).double()
-        expected = words.numel() / 256
-        chi_square = float(((count - expected) ** 2 / expected).sum())
-        # 255 degrees of freedom: mean 255, standard deviation 22.6; five of them either way.
-        assert 142 < chi_square < 368
-
-
-def test_every_bit_of_row_column_and_key_turns_half_of_the_result() -> None:
-    rows, columns = 97 * torch.arange(64), torch.arange(64)
-    before = random_bits(KEY, rows, columns)
-
-    def share_turned(after: Tensor) -> float:
-        turned = before ^ after
-        return sum(float((turned >> bit & 1).double().mean()) for bit in range(32)) / 32
-
-    # 131,072 bits each: a standard deviation of 0.0014, and 150 comparisons.
-    for bit in range(62):
-        assert abs(share_turned(random_bits(KEY, rows ^ 1 << bit, columns)) - 0.5) < 0.0075
-        assert abs(share_turned(random_bits(KEY ^ 1 << bit, rows, columns)) - 0.5) < 0.0075
-    for bit in range(31):
-        assert abs(share_turned(random_bits(KEY, rows, columns ^ 1 << bit)) - 0.5) < 0.0075
-
-
-@pytest.mark.parametrize("step", [1, 2, 129, 2**20, 2**32])
-@pytest.mark.parametrize("bit", [0, 15, 16, 31])
-def test_no_two_rows_and_no_two_columns_of_bits_go_together(bit: int, step: int) -> None:
-    signs = (bits(KEY, 256, 256, first=1000, step=step) >> bit & 1).double() * 2 - 1
-    for table in (signs, signs.T):
-        correlations = (table @ table.T / math.sqrt(256)).fill_diagonal_(0)
-        # The largest of 32,640 standard normals exceeds 6.1 once in 30,000 times.
-        assert float(correlations.abs().max()) < 6.1
-
-
-@pytest.mark.parametrize("step", [1, 129, 2**32])
-def test_masks_have_no_lattice(step: int) -> None:
-    signs = mask(step=step)
-    rows, columns = signs @ signs.T / 16, signs.T @ signs / 16
-    assert float(rows.fill_diagonal_(0).abs().max()) < 6.1
-    assert float(columns.fill_diagonal_(0).abs().max()) < 6.1
-    # A lattice is a peak in the Fourier spectrum, or, as rows and columns meet in an exclusive or, in the
-    # Walsh-Hadamard one. For noise the powers are exponential, and squares of normals: one in 65,536 exceeds 25, and
-    # 5.8 squared, once in a million times.
-    assert float((torch.fft.fft2(signs).abs() ** 2 / signs.numel()).max()) < 25
-    spectrum = walsh_hadamard(walsh_hadamard(signs).T.contiguous())
-    assert float(spectrum.abs().max()) < 6.3
-    assert math.isclose(float((spectrum**2).mean()), 1.0, rel_tol=1e-9)
 
 
 def test_masks_of_other_keys_sites_and_rows_are_unrelated() -> None:

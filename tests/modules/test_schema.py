@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -149,8 +147,3 @@ TREE: dict[str, Any] = Schema.of_ids(3).to_mapping()
 def test_mappings_that_are_no_schema(tree: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^d.json: {message}"):
         from_mapping(Schema, tree, "d.json")
-
-
-def test_torch_is_not_imported() -> None:
-    code = "import sys, logitmix.modules.schema; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

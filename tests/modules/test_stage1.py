@@ -141,12 +141,6 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], said: str) -> 
         hindexer_topk(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("X", [1, 7, 8, 9, 64, 1001])
-def test_masks_are_packed_as_numpy_does(X: int) -> None:
-    rows = torch.rand(3, X, generator=torch.Generator().manual_seed(X)) < 0.5
-    assert torch.equal(stage1._packed(rows), torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little")))
-
-
 def test_vectors_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         Int8Corpus.of(torch.tensor([[1.0, math.inf]]))

@@ -492,18 +492,6 @@ def test_fp16_that_is_too_small_gives_way_to_bf16(tmp_path: Path) -> None:
         stored_items(extreme.tower, embedded, "fp16", True, Scales(1.0, None))
 
 
-@given(data=st.data())
-def test_bits_are_those_of_the_items_that_may_be_found(data: st.DataObject) -> None:
-    """Of a part of the corpus: -1, which is no item, and items of other parts change nothing."""
-    start, count = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 40))
-    items = st.lists(st.integers(-1, 70))
-    queries = data.draw(st.lists(st.tuples(st.none() | items, items), min_size=1, max_size=3))
-    found_BN = ranking._bits([only for only, _ in queries], [without for _, without in queries], start, count)
-    for (only, without), found_N in zip(queries, found_BN, strict=True):
-        may = [(only is None or item in only) and item not in without for item in range(start, start + count)]
-        assert np.array_equal(found_N, np.packbits(may, bitorder="little"))
-
-
 def test_processes_share_a_joined_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
     path, folder = export_small(small_model("mol", X), tmp_path / "served"), tmp_path / "shared"
@@ -618,25 +606,6 @@ def test_items_may_be_computed_when_they_are_ranked(
         torch.testing.assert_close(found.scores, expected.scores, rtol=1e-5, atol=1e-4)
     held = [sum(file.stat().st_size for file in path.glob("items-*")) for path in (cached, computed)]
     assert (features or held[1] < held[0]) and len(list(computed.glob("items-*"))) > 1
-
-
-def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 100)
-    model = small_model("mol", X, schema=every_feature(X))
-    retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=False))
-    counts, embed = [], items_module.ItemInputs.embed
-
-    def counted(inputs: items_module.ItemInputs, *arguments: Any) -> Any:
-        counts.append(len(inputs.own_RW))
-        return embed(inputs, *arguments)
-
-    monkeypatch.setattr(items_module.ItemInputs, "embed", counted)
-    retriever.retrieve([[3, 1, 4]], 10)
-    assert counts == [3, 100, 100, 100]
-    counts.clear()
-    retriever.retrieve([[3, 1, 4]], 10, stage1=40)
-    # Stage 1 reads the INT8 corpus, and stage 2 computes what it found.
-    assert counts == [3, 40]
 
 
 def test_a_forked_process_answers(tmp_path: Path) -> None:

@@ -53,8 +53,6 @@ from logitmix.serving.retriever import Answer, Retriever, Row
 from logitmix.serving.server import Settings, make_server
 from logitmix.serving.tls import Tls
 from logitmix.trainer import cli
-from logitmix.trainer.commands import serve
-from logitmix.trainer.commands.words import parse
 from logitmix.trainer.export.columns import column_of
 
 X = 60
@@ -952,10 +950,6 @@ def test_the_most_popular_items_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert "".join(searched([*"12345"], titles, "red", 1, actions=actions)) == "2"
 
 
-def test_the_item_of_the_very_id_comes_first() -> None:
-    assert searched(["10", "1", "2"], None, "1", 5) == ["1", "10"]
-
-
 def test_items_are_searched_by_words_and_with_slips() -> None:
     titles = ["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"]
     for query, ids in {
@@ -1171,12 +1165,6 @@ def test_who_maps_files_tells_where_it_was_when_it_died(
     with pytest.raises(SystemExit):
         cli.main([command, str(tmp_path / "nowhere")])
     assert enabled == [True] * maps
-
-
-def test_names_and_origins_may_be_given_several_times() -> None:
-    words = ["exports/a", "--allow-host", "a.example", "--allow-host", "b.example", "--allow-origin", "*"]
-    command = parse(serve.Arguments, "serve", words)
-    assert (command.allow_host, command.allow_origin) == (("a.example", "b.example"), ("*",))
 
 
 def test_answers_are_sent_at_once(server: Running) -> None:

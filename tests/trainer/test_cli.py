@@ -255,12 +255,6 @@ def test_a_broken_plugin_ends_no_command_that_does_without_it(
     assert said.out.startswith("broken  plugins      the installed plugin own is broken: ") and not said.err
 
 
-def test_help_breaks_its_lines_where_they_are_full(monkeypatch: pytest.MonkeyPatch, helped: Callable[..., str]) -> None:
-    """Not where the docstring's do: tyro would begin a line at this quote."""
-    monkeypatch.setenv("COLUMNS", "90")
-    assert 'that have a column. "recency",' in helped("train", "demo-mol", "--help", "model")
-
-
 def test_garbage_is_collected_but_for_that_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     with importing():
         assert gc.isenabled(), "torch is loaded already"

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -343,11 +341,6 @@ def test_an_unknown_recipe_names_the_nearest_and_all(tmp_path: Path) -> None:
         load_recipe("ml-1m-mole")
     with pytest.raises(ValueError, match=rf"^no recipe file {tmp_path}/none\.toml; .* one of: amazon-dot, "):
         load_recipe(f"{tmp_path}/none.toml")
-
-
-def test_the_configuration_imports_no_torch() -> None:
-    code = "import sys, logitmix.trainer.config; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_explicit_negatives_are_not_resampled() -> None:

@@ -202,13 +202,6 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
     assert_stays_in_its_sequence(make())
 
 
-def test_a_packing_that_moves_leaves_the_first_where_it_is() -> None:
-    packed = packing([2, 1])
-    moved = packed.to(torch.device("meta"))
-    assert moved.position_T.device.type == "meta" and packed.position_T.device.type == "cpu"
-    assert moved.bounds == packed.bounds and moved.shape == packed.shape
-
-
 def test_positions_start_from_the_truncated_normal() -> None:
     encoder = SASRec(64, SASRecConfig(max_length=500))
     encoder.reset_parameters(torch.Generator().manual_seed(0))

@@ -45,28 +45,6 @@ def test_equals_the_sum_written_out(normalize: bool) -> None:
     assert dot.pair_parameters() == [] and list(dot.parameters()) == []
 
 
-def test_cosines_do_not_see_lengths_and_plain_products_do() -> None:
-    query_TD, item_ND, row = vectors(5, 1), vectors(5, 2), torch.arange(5)
-    scale = torch.tensor([0.01, 0.5, 1, 3, 1000])[:, None]
-    cosine = Dot(6, DotConfig())
-    before = cosine.pairs(cosine.query(query_TD, row), cosine.item(item_ND, row))
-    after = cosine.pairs(cosine.query(query_TD * scale, row), cosine.item(item_ND / 7, row))
-    torch.testing.assert_close(after, before, rtol=0, atol=20 * 8 * EPS)
-    product = Dot(6, DotConfig(normalize=False, temperature=0.5))
-    before = product.pairs(product.query(query_TD, row), product.item(item_ND, row))
-    after = product.pairs(product.query(query_TD * scale, row), product.item(item_ND, row))
-    torch.testing.assert_close(after, before * scale[:, 0], rtol=16 * EPS, atol=1e-6)
-
-
-def test_a_cosine_over_the_temperature_stays_within_its_reciprocal() -> None:
-    dot, query_TD = Dot(6, DotConfig()), vectors(9, 1)
-    query = dot.query(query_TD, torch.arange(9))
-    same = dot.pairs(query, dot.item(query_TD * 3, torch.arange(9)))
-    torch.testing.assert_close(same, torch.full((9,), 20.0), rtol=8 * EPS, atol=0)
-    opposite = dot.pairs(query, dot.item(-query_TD, torch.arange(9)))
-    torch.testing.assert_close(opposite, torch.full((9,), -20.0), rtol=8 * EPS, atol=0)
-
-
 def test_normalizing_is_full_precision_and_gives_zero_for_zero() -> None:
     x = vectors(4, 3)
     x[2] = 0

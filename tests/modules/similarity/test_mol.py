@@ -147,17 +147,6 @@ def test_gradients_are_those_of_the_final_similarity_in_fp64(options: dict, gate
         torch.testing.assert_close(got, should, rtol=0, atol=float(should.abs().max()) * 200 * EPS)
 
 
-def test_all_pairs_have_the_pairs_on_their_diagonal() -> None:
-    mol = make()
-    query, item = sides(mol, vectors(9, 1), vectors(9, 2))
-    all_pairs = mol.all_pairs(query, item)
-    torch.testing.assert_close(mol.pairs(query, item), all_pairs.diagonal(), rtol=0, atol=20 * 16 * EPS)
-    for shift in (1, 4):
-        turned = tuple(side.roll(-shift, 0) for side in item)
-        should = all_pairs.roll(-shift, 1).diagonal()
-        torch.testing.assert_close(mol.pairs(query, turned), should, rtol=0, atol=20 * 16 * EPS)
-
-
 def test_gates_are_the_distribution_of_the_formula() -> None:
     mol = make()
     query_TD, item_ND = vectors(8, 1), vectors(8, 2)
@@ -168,14 +157,6 @@ def test_gates_are_the_distribution_of_the_formula() -> None:
     torch.testing.assert_close(gates_TM.sum(1), torch.ones(8), rtol=0, atol=8 * EPS)
     # They differ from pair to pair, and not by a factor.
     assert float(gates_TM.std(dim=0).min()) > 1e-3
-
-
-def test_a_pair_scores_the_same_in_any_company() -> None:
-    mol = make()
-    query_TD, item_ND = vectors(4, 1), vectors(6, 2)
-    scores = mol.all_pairs(*sides(mol, query_TD, item_ND))
-    alone = mol.all_pairs(*sides(mol, query_TD[2:3], item_ND[4:]))
-    torch.testing.assert_close(alone, scores[2:3, 4:], rtol=0, atol=20 * 16 * EPS)
 
 
 def test_what_gate_dropout_leaves_is_renormalized() -> None:
@@ -235,59 +216,6 @@ def test_dropout_of_the_inputs_goes_where_the_configuration_says() -> None:
         torch.testing.assert_close(side[0], side[1], rtol=0, atol=16 * EPS)
     for side, plain_side in zip((*query, *item), (*mol.query(query_TD, row_T), *mol.item(item_ND, id_N)), strict=True):
         assert torch.equal(side, plain_side) == (side is query[0])
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_normalized_components_do_not_see_the_lengths_of_their_vectors(normalize: bool) -> None:
-    mol = make(normalize=normalize)
-    query_TD, item_ND = vectors(4, 1), vectors(5, 2)
-    before = sides(mol, query_TD, item_ND)
-    with torch.no_grad():
-        for projection in (mol.query_projection, mol.item_projection):
-            projection.output.weight *= 8
-            projection.output.bias *= 8
-    after = sides(mol, query_TD, item_ND)
-    factor = 1 if normalize else 8
-    torch.testing.assert_close(after[0][0], before[0][0] * factor, rtol=4 * EPS, atol=0)
-    torch.testing.assert_close(after[1][0], before[1][0] * factor, rtol=4 * EPS, atol=0)
-    if normalize:
-        torch.testing.assert_close(after[0][0].norm(dim=2), torch.full((4, U), 20.0), rtol=8 * EPS, atol=0)
-        torch.testing.assert_close(after[1][0].norm(dim=2), torch.ones(5, I), rtol=8 * EPS, atol=0)
-
-
-def test_mixing_raises_the_rank_only_where_the_gates_see_both_sides() -> None:
-    mol = make(spread=0.6, normalize=False, temperature=1.0).double()
-    query_TD, item_ND = vectors(40, 1).double(), vectors(40, 2).double()
-    query, item = sides(mol, query_TD, item_ND)
-
-    def rank(scores: Tensor) -> int:
-        # FP32 scores: singular values below 1e-5 of the largest are rounding.
-        return int(torch.linalg.matrix_rank(scores.detach().double(), rtol=1e-5))
-
-    assert rank(query[0][:, 0] @ item[0][:, 0].T) == C
-    assert rank(mol.all_pairs(query, item)) > M * C
-    # The low-rank variant (section 3): gates of the user alone leave sum over i of <sum over u of pi_ui(u) f_u, g_i>,
-    # of rank at most I C.
-    with torch.no_grad():
-        mol.cross_gate[2].weight.zero_()
-    item_blind = (item[0], torch.ones_like(item[1]))
-    assert C < rank(mol.all_pairs(query, item_blind)) <= I * C
-    # And gates of the item alone, likewise with the U query components.
-    user_blind = (query[0], torch.ones_like(query[1]))
-    assert C < rank(mol.all_pairs(user_blind, item)) <= U * C
-
-
-def test_components_are_ordered_alike_in_logits_and_gates() -> None:
-    """Component (u, i) stands at u * I + i: a gate that lets one through gives that pair's product."""
-    mol = make()
-    query, item = sides(mol, vectors(4, 1), vectors(5, 2))
-    for u in range(U):
-        for i in range(I):
-            chosen = torch.zeros(M)
-            chosen[u * I + i] = 1
-            scores = mol.all_pairs(query, item, lambda gates, chosen=chosen: gates * chosen)
-            should = query[0][:, u] @ item[0][:, i].T
-            torch.testing.assert_close(scores, should, rtol=0, atol=20 * 8 * EPS)
 
 
 @pytest.mark.parametrize("options", [{}, {"projection_hidden": 0}, {"item_projection_linear": True}])

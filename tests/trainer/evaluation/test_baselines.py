@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import two_ranks
 from small_data import in_memory, small_config, write_dataset
 
@@ -107,18 +106,6 @@ def test_sums_that_differ_by_rounding_are_ties() -> None:
         assert rank_targets(lambda _, same=same: np.full((1, 4), same), users, 4, False).tolist() == [4]
 
 
-def test_what_is_held_out_is_not_counted(dataset: Dataset) -> None:
-    """Whatever the last two actions are, scores do not change."""
-    held = leave_one_out(dataset)
-    items = dataset.items_flat.copy()
-    for end in dataset.offsets[1:]:
-        items[end - 2 : end] = 0
-    changed = replace(dataset, items_flat=items)
-    users = ranking_users(dataset, "validation", 5)
-    for fit in (lambda dataset, held_out: popularity(held_out.training_counts(dataset)), ItemKNN.fit):
-        assert np.array_equal(fit(dataset, held)(users), fit(changed, held)(users))
-
-
 def test_too_many_pairs_or_actions_are_a_sample_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 users with 5 training items each, 25 pairs: 110 allow for four of them; one user is always there."""
     dataset = in_memory(np.arange(21) * 7, np.tile(np.arange(7), 20), 7)
@@ -213,14 +200,3 @@ def test_ease_is_the_closed_form(
         expected.append(int(NOT_SERVED) if exclude and target in history else rank)
     assert rank_targets(ease, users, 32, exclude).tolist() == expected
     assert len(set(expected)) > 8
-
-
-def test_weights_of_ease_minimize_the_penalized_squares_without_a_diagonal(dataset: Dataset) -> None:
-    """|X - X B|^2 + lambda |B|^2: the gradient vanishes off the diagonal."""
-    held_out = leave_one_out(dataset)
-    has_UX = torch.from_numpy(plain_users(dataset, held_out))
-    weight_XX = EASE.fit(users_of_both(dataset, held_out), 3).weight_XX.clone().requires_grad_()
-    ((has_UX - has_UX @ weight_XX).square().sum() + 3 * weight_XX.square().sum()).backward()
-    assert weight_XX.grad is not None
-    off_XX = weight_XX.grad - torch.diag(weight_XX.grad.diagonal())
-    assert off_XX.abs().max() < 1e-10 < weight_XX.grad.abs().max()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import two_ranks
 from small_data import a_model, small_config, write_dataset
 
@@ -65,26 +64,6 @@ def groups_of_each(dataset: Dataset, users: list[int], places: list[int], count_
             for label in labels:
                 found[f"{name}={label}"].append(at)
     return found
-
-
-def test_metrics_are_those_of_torchmetrics() -> None:
-    retrieval = pytest.importorskip("torchmetrics.retrieval")
-    rank_U = np.random.default_rng(0).integers(1, 61, 40)
-    # Of each user 60 items, the first of which is best.
-    relevant_UX = torch.arange(1, 61) == torch.from_numpy(rank_U)[:, None]
-    lists = {
-        "preds": -torch.arange(60.0).repeat(40),
-        "target": relevant_UX.flatten(),
-        "indexes": torch.arange(40).repeat_interleave(60),
-    }
-    found = means(rank_U)
-    for name, metric in {
-        "hr@10": retrieval.RetrievalHitRate(top_k=10),
-        "hr@50": retrieval.RetrievalHitRate(top_k=50),
-        "ndcg@10": retrieval.RetrievalNormalizedDCG(top_k=10),
-        "mrr": retrieval.RetrievalMRR(),
-    }.items():
-        assert found[name] == pytest.approx(float(metric(**lists)), abs=1e-6)
 
 
 @pytest.mark.parametrize(

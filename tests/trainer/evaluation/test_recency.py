@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small_data import hit_rate, small_config
 
 from logitmix.modules.features import recency_rows
-from logitmix.modules.schema import RECENCY, RECENCY_VALUES, Feature, Schema, Table
+from logitmix.modules.schema import RECENCY, Feature, Schema, Table
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
@@ -28,9 +28,6 @@ from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 
-LONGEST = 2**64 - 1
-GAPS = {0: 1, 1: 2, 2: 3, 3: 3, 4: 4, 7: 4, 8: 5, 2**40 - 1: 41, 2**40: 42, 2**62: 64, 2**63 - 1: 64, LONGEST: 65}
-
 
 def rows_of(sequences: list[list[int]]) -> list[list[int]]:
     """Those of some users' times."""
@@ -38,13 +35,6 @@ def rows_of(sequences: list[list[int]]) -> list[list[int]]:
     time_T = torch.tensor([time for times in sequences for time in times], dtype=torch.int64)
     first_B = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     return [part.tolist() for part in recency_rows(time_T, first_B).split(lengths)]
-
-
-@pytest.mark.parametrize(("gap", "row"), GAPS.items())
-def test_rows_are_the_bits_of_the_time_since_the_action_before(gap: int, row: int) -> None:
-    first = -(2**63) if gap == LONGEST else -5 if gap < 2**62 else 0
-    assert rows_of([[first, first + gap]]) == [[0, row]]
-    assert RECENCY_VALUES[row] == str(gap.bit_length())
 
 
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1).map(sorted), min_size=1))

@@ -12,7 +12,6 @@ from small_data import ITEMS, catalog_of, small_config, write_dataset
 from logitmix.modules.schema import RECENCY
 from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer.export.card import _number
 from logitmix.trainer.export.export import export
 from logitmix.trainer.export.update import update_items
 from logitmix.trainer.loop import train
@@ -122,10 +121,3 @@ def test_people_may_write_in_it(run: Path, tmp_path: Path) -> None:
     assert Retriever.load(served).num_items == ITEMS
     update_items(served, catalog_of(tmp_path, "item,price\nnew-1,2\n"))
     assert (served / "README.md").read_text().startswith(f"# Mine\n\n## This directory\n\n{ITEMS + 1} items")
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(1, "1"), (882.0, "882"), (1.0, "1.0000"), (0.25, "0.2500"), (float("inf"), "inf")]
-)
-def test_counts_are_whole_and_metrics_have_four_decimals(value: float, shown: str) -> None:
-    assert _number(value) == shown

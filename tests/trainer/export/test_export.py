@@ -237,11 +237,6 @@ def test_the_dataset_must_be_that_of_the_run(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "served").exists()
 
 
-def test_a_run_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a run directory"):
-        export(tmp_path / "nothing", tmp_path / "served")
-
-
 def test_raw_ids_that_name_an_item_twice_are_not_written(run: Path, tmp_path: Path) -> None:
     items = pq.read_table(tmp_path / "data" / "items.parquet")
     note_dataset(run, forget_digests(tmp_path / "data"))

@@ -257,12 +257,6 @@ def test_with_an_fp8_wire_the_norm_is_that_of_the_gradients_that_arrive(
         assert torch.equal(weight, second.tower[key])
 
 
-def test_a_table_learns_at_its_own_rate(trained: dict[str, tuple[Seen, Seen, Seen]]) -> None:
-    slow, fast = trained["sgd"][2], trained["mixed"][2]
-    assert_close(fast.after["brand"] - fast.before["brand"], 3 * (slow.after["brand"] - slow.before["brand"]), 1e-5)
-    assert torch.equal(fast.after["tags"], slow.after["tags"])
-
-
 def test_lookups_name_each_row_once_and_every_value(featured: Path) -> None:
     dataset, random = load_dataset(featured), np.random.default_rng(1)
     rows = {

@@ -15,7 +15,6 @@ from hostile_json import VALUES, edited, lacking, places, refused
 from small_data import a_model
 
 from logitmix.common.checked import check_file
-from logitmix.serving.directory.reader import read
 from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import dump_toml, model_schema
 from logitmix.trainer.export.export import export
@@ -194,21 +193,6 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_damaged(
     monkeypatch.setattr(checksums, "digests_of", read_before)
     assert checksums.read_checksummed(file) == (new if writes > 1 else old).encode()
     assert left == (-1 if writes < 3 else 0)
-
-
-@AMOUNT
-def test_every_damage_to_an_export_is_found(run: Path, tmp_path: Path, amount: int) -> None:
-    served = tmp_path / "served"
-    export(run, served)
-    chance = random.Random(2)
-    for file in sorted(served.iterdir()):
-        content = file.read_bytes()
-        for other in damaged(content, chance, 5 * amount, 5 * amount) if file.name != "README.md" else ():
-            file.write_bytes(other)
-            with pytest.raises(ValueError, match=file.name):
-                read(served)
-        file.write_bytes(content)
-    read(served)
 
 
 @pytest.mark.parametrize("each", [1, pytest.param(4, marks=pytest.mark.slow)])
