@@ -237,11 +237,8 @@ def test_a_bad_request_fails_alone(server: Running) -> None:
     good = question({"history": ids[:3]})
     bad = [
         (question({"history": ids[:3], "user": {"height": 3}}), "the request: the model has no user feature 'height'"),
-        (question({"history": ids[:3], "user": {"age": "old"}}), "the request: feature age is 'old'"),
         (question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
-        (question({"history": ids[:1], "events": [{"action": 1.5}]}), "the request, an event: feature action is 1.5"),
         (question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
-        (question({"history": ids[:1], "timestamps": [2**70]}), "the request: one of its timestamps is 118"),
         (question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
         (question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
     ]
@@ -412,45 +409,32 @@ MALFORMED = [
     b'{"k": NaN}',
     b'{"user": {"age": Infinity}}',
     b'{"user": {"age": 3e38}}',
-    b'{"user": {"age": 1' + b"0" * 400 + b"}}",
     b'{"k": 1' + b"0" * 5000 + b"}",
-    b'{"k": 1' + b"0" * 400 + b"}",
     b'{"history": "id 7"}',
     b'{"history": [1.5]}',
     b'{"history": [true]}',
-    b'{"history": [1' + b"0" * 40 + b"]}",
     b'{"history": ["new"], "unknown": "refuse"}',
     b'{"history": ["id 7", "\\udc00"], "unknown": "refuse"}',
-    b'{"history": ["id 7"], "unknown": "no"}',
     b'{"history": ["id 7"], "histroy": []}',
     b'{"history": ["id 7"], "\\ud800": []}',
     b'{"history": ["id 7"], "' + b"a\\n" * 10_000 + b'": []}',
     b'{"history": ["id 7"], "k": 0}',
     b'{"history": ["id 7"], "k": 10001}',
-    b'{"history": ["id 7"], "k": 3.0}',
     b'{"history": ["id 7"], "k": true}',
     b'{"history": ["id 7"], "stage1": 9}',
-    b'{"history": ["id 7"], "stage1": 10000000}',
     b'{"history": ["id 7"], "exclude_history": 1}',
     b'{"history": ["id 7"], "timestamps": [1.5]}',
-    b'{"history": ["id 7"], "timestamps": [1' + b"0" * 30 + b"]}",
     b'{"history": ["id 7"], "timestamps": [1, 2]}',
-    b'{"history": ["id 7", "id 14"], "timestamps": [2, 1]}',
     b'{"history": ["id 7"], "time": "now"}',
-    b'{"history": ["id 7"], "timestamps": [2], "time": 1}',
     b'{"history": ["id 7"], "events": [1]}',
-    b'{"history": ["id 7"], "events": [{}, {}]}',
     b'{"history": ["id 7"], "events": [{"action": [1]}]}',
     b'{"history": ["id 7"], "user": []}',
-    b'{"history": ["id 7"], "user": {"height": 1}}',
     b'{"history": ["id 7"], "user": {"age": "old"}}',
-    b'{"history": ["id 7"], "user": {"country": 1.5}}',
     b'{"history": ["id 7"], "user": {"country": ["' + b"a" * 10_000 + b'"]}}',
     b'{"history": ["id 7"], "allowed": "id 7"}',
     b'{"history": ["id 7"], "blocked": [{}]}',
     json.dumps({"history": ["id 7"] * 10_001}).encode(),
     json.dumps({"history": [{}] * 200_000}).encode(),
-    json.dumps({"history": ["id 7"], "allowed": [1] * 100_001}).encode(),
 ]
 
 
@@ -466,22 +450,17 @@ def test_what_a_client_gets_wrong_is_said_in_one_line(silent: Running, body: byt
     ("method", "path", "status"),
     [
         ("GET", "/retrieve", 405),
-        ("PUT", "/retrieve", 405),
-        ("DELETE", "/", 405),
         ("POST", "/healthz", 405),
         ("BREW", "/items", 405),
         ("GET", "/nothing", 404),
-        ("GET", "/retrieve/", 404),
         ("GET", "//retrieve", 404),
         ("GET", "/%ff%00%0a..%2f..%2fetc/passwd", 404),
         ("GET", "/redoc", 404),
         ("GET", "/items?limit=0", 400),
         ("GET", "/items?limit=101", 400),
-        ("GET", "/items?limit=1e3", 400),
         ("GET", "/items?limit=" + "9" * 5000, 400),
         ("GET", "/items?query=" + "a" * 101, 400),
         ("GET", "/items?query=%ff%fe", 200),
-        ("GET", "/items?query=%00", 200),
         ("GET", "/items?query=(%5B.*", 200),
     ],
 )
@@ -500,17 +479,14 @@ def test_methods_paths_and_queries(silent: Running, method: str, path: str, stat
         b"GET /\xff HTTP/1.1\r\nHost: here\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: here\r\nHost: there\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: here\r\nno colon\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: here\r\nlong: " + b"a" * 10**6 + b"\r\n\r\n",
         b"GET /" + b"a" * 10**6 + b" HTTP/1.1\r\nHost: here\r\n\r\n",
-        head("-1"),
         head("0x10"),
         head("9" * 1000),
         head(5, "/retrieve", "Content-Length: 6"),
         head(5, "/retrieve", "Transfer-Encoding: gzip"),
         head(5, "/retrieve", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
-        b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 30 + b"\r\n",
     ],
 )
@@ -661,7 +637,6 @@ def asked_with(server: Running, path: str, *lines: str) -> tuple[int, bytes]:
     ("lines", "status"),
     [
         (["Host: stranger.example"], 421),
-        (["Host: 127.0.0.1.stranger.example:8080"], 421),
         (["Host: here.stranger.example"], 421),
         (["Host: "], 421),
         (["Host: 127.0.0.1:99"], 200),
@@ -669,7 +644,6 @@ def asked_with(server: Running, path: str, *lines: str) -> tuple[int, bytes]:
         (["Host: LOCALHOST"], 200),
         (["Host: here."], 200),
         (["Host: here", "Origin: http://here"], 200),
-        (["Host: here:80", "Origin: https://here:80"], 200),
         (["Host: here", "Sec-Fetch-Site: same-origin"], 200),
         (["Host: here", "Origin: http://stranger.example"], 403),
         (["Host: here", "Origin: http://here:81"], 403),
@@ -861,9 +835,7 @@ def test_clients_that_leave_are_not_missed(silent: Running) -> None:
     time.sleep(0.1)
 
 
-def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_cannot(
-    tmp_path: Path, server: Running
-) -> None:
+def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_cannot(tmp_path: Path) -> None:
     export = LiveExport(export_small(small_model("dot", 20), tmp_path / "served"), print)
     retriever = export.retriever
     retriever.titles = None
@@ -877,8 +849,6 @@ def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_c
     )
     shown = json_response({"items": [{"id": "\ud800"}]})
     assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
-    status, found = server.ask({"history": ["id 7"], "user": {"age": 3e38}})
-    assert (status, found) == (400, {"error": "the request: a number among its features is too large"})
 
 
 def test_scores_that_json_cannot_hold_are_an_error_of_their_request(

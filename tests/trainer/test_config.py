@@ -89,17 +89,11 @@ def test_every_choice_is_checked_and_lists_what_there_is() -> None:
     [
         ("[modle]", "recipe.toml: unknown key modle (did you mean model?)"),
         ("[model]\ndims = 64", "recipe.toml: unknown key model.dims (did you mean dim?)"),
-        ("[model.encoder]\nhead = 2", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
         ("model = { encoder = { head = 2 } }", "recipe.toml: unknown key model.encoder.head (did you mean heads?)"),
-        ("[train]\nzzz = 1", "recipe.toml: unknown key train.zzz"),
         (
             "[evaluate]\nwant = 'buy'",
             "recipe.toml: evaluate.want is buy, but the model knows no action to come; leave it out, or train with "
             "model.wanted",
-        ),
-        (
-            "model.similarity = { normalise = true }",
-            "recipe.toml: unknown key model.similarity.normalise (did you mean normalize?)",
         ),
         (
             "model.similarity = { gate_hidden = 4 }",
@@ -122,22 +116,14 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(text: str, message: str
     ("text", "message"),
     [
         ("model.dim = 64.0", "model.dim is 64.0; it must be of type int"),
-        ('model.dim = "64"', "model.dim is '64'; it must be of type int"),
         ("train.epochs = true", "train.epochs is True; it must be of type float"),
         ("comm.emulate = 1", "comm.emulate is 1; it must be of type bool"),
-        ('comm.emulate = "false"', "comm.emulate is 'false'; it must be of type bool"),
         ("evaluate.exclude_history = true", "evaluate.exclude_history is True; it must be one of auto, yes, no"),
-        ("tables.lr = true", "tables.lr is True; it must be of type float"),
-        ('tables.lr = "0.1"', "tables.lr is '0.1'; it must be of type float"),
         ("data.path = 3", "data.path is 3; it must be of type str"),
         ("model.dim = [64]", "model.dim is [64]; it must be of type int"),
         ("model = 3", "model is a section, not a value"),
         ("model.similarity = 3", "model.similarity is a section, not a value"),
-        ("model.encoder = 3", "model.encoder is a section, not a value"),
         ("[[train]]\nepochs = 3", "train is a section, not a value"),
-        ("model.dim = { a = 1 }", "model.dim is {'a': 1}; it must be of type int"),
-        ("model.dim = 50", "model.dim (50) must be divisible by 4"),
-        ("model.encoder.dropout = 1", "model.encoder.dropout is 1.0; it must be in [0, 1)"),
         ("train.patience = 2\nevaluate.every_epochs = 0", "train.patience is 2, but evaluate.every_epochs is 0"),
         ("train.stride = 201", "train.stride is 201, but windows have 200 actions"),
         ("data.held_out = 0.2", "data.held_out is 0.2, but data.split is leave-one-out"),

@@ -45,23 +45,17 @@ SCHEMA = b'{"users": 1, "items": 2, "actions": 3, "name": "", "schema": %s}'
 OF_READERS: list[tuple[str, list[tuple[bytes, str]]]] = [
     ("refit report", [
         (b"[]", f"{ROW} is not a JSON object"),
-        (b"{", f"{ROW} is damaged ("),
-        (b"\xff\xfe", f"{ROW} is damaged ("),
         (b"[" * 100_000, f"{ROW} is damaged (nested too deep)"),
-        (b"{}", f"{ROW}: kind is None; it must be a text"),
         (b'{"kind": 3, "step": 1}', f"{ROW}: kind is 3; it must be a text"),
         (b'{"kind": "train"}', f"{ROW} has no field step"),
         (b'{"kind": "train", "step": -1}', f"{ROW}: step is -1; it must be a count"),
-        (b'{"kind": "train", "step": 1.5}', f"{ROW}: step is 1.5; it must be a count"),
         (b'{"kind": "train", "step": 1, "loss": "low"}', f"{ROW}: loss is 'low'; it must be a number"),
         (b'{"kind": "validation", "step": 1, "hr@10": null}', f"{ROW}: hr@10 is None; it must be a number"),
     ]),
     ("refit", [(b'{"kind": "validation", "step": 1}', f"{ROW} has no field hr@10")]),
     ("export report", [
-        (b"{", "results.json is damaged"),
         (b"[]", "results.json is not a JSON object"),
         (b"{}", "results.json has no numbers"),
-        (b'{"step": "x"}', "results.json: step is 'x'; it must be a number"),
         (b'{"step": 12, "seconds": null}', "results.json: seconds is None; it must be a number"),
         (b'{"step": 12, "validation": {"hr@10": "x"}}', "results.json: validation: hr@10 is 'x'; it must be a number"),
     ]),
@@ -70,20 +64,14 @@ OF_READERS: list[tuple[str, list[tuple[bytes, str]]]] = [
     ("users", [(of, USERS) for of in (b"{}", b"[0]", b"[null]", b'["u", ["v"]]')]),
     ("load", [
         (b"[]", "dataset.json is not a JSON object"),
-        (b"{}", "dataset.json: users is None; it must be a count"),
         (b'{"users": -1}', "dataset.json: users is -1; it must be a count"),
-        (b'{"users": 1, "items": 2, "actions": 3}', "dataset.json: name is None; it must be a text"),
         (b'{"users": 1, "items": 2, "actions": 3, "name": ""}', "dataset.json has no field schema"),
         (SCHEMA % b"3", "dataset.json: schema is not a JSON object"),
-        (SCHEMA % b"{}", "dataset.json: schema.features is missing"),
     ]),
     ("export train", [
         (b"[", "config.toml: not valid TOML"),
         (b"a = " + b"[" * 100_000, "config.toml: not valid TOML"),
-        (b"what = 3", "config.toml: unknown key what"),
-        (b"[model]\ndim = 'wide'", "config.toml: model.dim is 'wide'; it must be of type int"),
         (b"[model]\ndim = -8", "config.toml: model.dim (-8) must be divisible by 4"),
-        (b"model = 3", "config.toml: model is a section, not a value"),
     ]),
 ]  # fmt: skip
 EDITS = [(readers, *edit) for readers, edits in OF_READERS for edit in edits]
