@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from logitmix.common.compiled import plain_torch
 from logitmix.modules.config import DeepFMConfig, DotConfig, HIndexerConfig, MLPConfig, MoLConfig, NeuMFConfig
 from logitmix.modules.hindexer import HIndexer
-from logitmix.modules.losses import blockwise, dot_loss, mol_loss
+from logitmix.modules.losses import blockwise, dot_loss
 from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.base import Similarity
@@ -217,25 +218,12 @@ def test_equals_the_sum_without_blocks(
     )
 
 
-def test_mol_in_plain_torch_gives_what_the_fused_form_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mol_in_plain_torch_gives_what_the_fused_form_gives() -> None:
     generator = torch.Generator().manual_seed(1)
     negatives = torch.randint(0, 40, (4, 20), generator=generator).tolist()
     examples = examples_of([7, 0, 30, 12], negatives, torch.randint(0, 40, (49,), generator=generator).tolist())
-    monkeypatch.setattr(mol_loss, "_library", lambda: None)
-    similarity = SIMILARITIES["mol"]
-    query, item = sides(similarity, 49, 40)
-    assert (
-        mol_loss.mol_sampled_softmax(
-            tuple(query),
-            tuple(item),
-            similarity.pair_parameters(),
-            examples.target_T,
-            examples.negatives_GN,
-            examples.bounds,
-        )
-        is None
-    )
-    check_against_plain("softmax", similarity, 40, examples, 0.3)
+    with plain_torch():
+        check_against_plain("softmax", SIMILARITIES["mol"], 40, examples, 0.3)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "bce"])

@@ -1,4 +1,3 @@
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -53,40 +52,14 @@ def test_cuda_tensors_are_served_by_triton_and_reproducibly() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rate", [0.0, 0.2])
-@pytest.mark.parametrize(
-    ("length", "dtype"), [(128, "bfloat16"), (30, "bfloat16"), (25_600, "bfloat16"), (128, "float32")]
-)
-def test_time_and_memory_of_the_papers_size(length: int, dtype: str, rate: float) -> None:
-    """25,600 positions x 128 negatives, 8 x 8 x 32: prints forward, both ways, and what the peak adds to the inputs."""
+def test_memory_of_the_papers_size() -> None:
+    """25,600 positions x 128 negatives, 8 x 8 x 32: one [T, N, M] array of BF16 has 400 MiB."""
     from mol_triton_checks import on
     from test_mol_loss import fused, make
 
-    lengths = [length] * (25_600 // length)
-    case = on("cuda", make(lengths, 128, 40_000, (8, 8, 32, 128), rate).to(getattr(torch, dtype)))
+    case = on("cuda", make([128] * 200, 128, 40_000, (8, 8, 32, 128), 0.2).to(torch.bfloat16))
     case = replace(case, negatives_GN=case.negatives_GN.contiguous())
-
-    def milliseconds(work: object) -> float:
-        times = []
-        for _ in range(15):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()  # type: ignore[operator]
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        return statistics.median(times[5:])
-
-    def both() -> None:
-        case.gradients(fused(case))
-
-    forward, total = milliseconds(lambda: fused(case)), milliseconds(both)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    both()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    print(
-        f"\n{dtype} groups of {length}, dropout {rate}: forward {forward:.2f} ms, both {total:.2f} ms, {peak:.0f} MiB"
-    )
-    # One [T, N, M] array of BF16 has 400 MiB.
-    assert peak < 400
+    case.gradients(fused(case))
+    assert torch.cuda.max_memory_allocated() - before < 400 * 2**20

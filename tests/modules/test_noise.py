@@ -6,15 +6,13 @@ million or less.
 
 import itertools
 import math
-import shutil
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from logitmix.modules import noise
+from logitmix.common.compiled import compiled_library, plain_torch
 from logitmix.modules.noise import Noise, derive_key, random_bits, truncated_normal
 
 WORD = 0xFFFFFFFF
@@ -192,28 +190,19 @@ def test_nothing_can_be_dropped_from_nothing(shape: tuple[int, ...]) -> None:
     assert x.grad is not None and x.grad.shape == shape
 
 
-@pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], tuple[Tensor, Tensor]]:
+def both(function: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """The result of a function with the compiled dropout and with plain torch's."""
-    if noise._library() is None:
-        assert not shutil.which("cc"), "the C part was not built: install again, and read what the compiler said"
+    if compiled_library("logitmix.modules._noise") is None:
         pytest.skip("no C compiler here")
-
-    def run(function: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        compiled = function()
-        with monkeypatch.context() as patch:
-            patch.setattr(noise, "_library", lambda: None)
-            return compiled, function()
-
-    return run
+    compiled = function()
+    with plain_torch():
+        return compiled, function()
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 1), (7, 3, 5), (700, 511), (5, 513), (2, 1030), (1, 512)])
-def test_compiled_equals_plain(
-    shape: tuple[int, ...], dtype: torch.dtype, count: int, threads: None, both: Any
-) -> None:
+def test_compiled_equals_plain(shape: tuple[int, ...], dtype: torch.dtype, count: int, threads: None) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
     weights = torch.randn(shape, generator=generator).to(dtype)
@@ -230,14 +219,14 @@ def test_compiled_equals_plain(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_keeps_what_is_not_finite(dtype: torch.dtype, both: Any) -> None:
+def test_compiled_keeps_what_is_not_finite(dtype: torch.dtype) -> None:
     x = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 3e38, -0.0], dtype=dtype).repeat(50, 1)
     compiled, plain = both(lambda: Noise(KEY).dropout(x, 0.3, "here", torch.arange(50)))
     torch.testing.assert_close(compiled, plain, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_takes_rows_in_any_layout(dtype: torch.dtype, both: Any) -> None:
+def test_compiled_takes_rows_in_any_layout(dtype: torch.dtype) -> None:
     x = torch.randn(9, 20, dtype=dtype).t()[::2]
     rows = torch.arange(40)[::4]
     for view in (x, x[:, ::2], x[:, None].expand(10, 3, 9)):

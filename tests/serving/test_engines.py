@@ -72,34 +72,6 @@ def test_the_retriever_ranks_the_candidates_of_faiss(indexed: Path) -> None:
     assert_ranked(retriever, [retriever.raw_ids[int(item)] for item in items], [retriever.raw_ids[int(items[0])]])
 
 
-@pytest.mark.slow
-def test_the_retriever_ranks_the_candidates_of_a_postgresql_server(
-    indexed: Path, vectors: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With pgvector, filtered by SQL, from the Parquet file of vectors (pip install pgserver psycopg[binary])."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where it keeps a lock, as it finds it when it is imported
-    pgserver, psycopg = (pytest.importorskip(name, exc_type=ImportError) for name in ("pgserver", "psycopg"))
-    retriever, rows = Retriever.load(indexed), pq.read_table(indexed / "hindexer.parquet").to_pylist()
-    (query,) = retriever.query_sides([{"history": [retriever.raw_ids[7]]}])["hindexer.0"].tolist()
-    search = "SELECT item, id FROM items WHERE even ORDER BY vector <#> %s::vector LIMIT 40"
-    expected = (vectors[::2] @ torch.tensor(query)).topk(40).indices * 2
-    with pgserver.get_server(tmp_path / "db") as server, psycopg.connect(server.get_uri(), autocommit=True) as db:
-        db.execute("CREATE EXTENSION vector")
-        db.execute(f"CREATE TABLE items (item int, id text, even bool, vector vector({len(query)}))")
-        with db.cursor().copy("COPY items FROM STDIN") as copy:
-            for of in rows:
-                copy.write_row((of["item"], of["id"], of["item"] % 2 == 0, str(of["vector"])))
-        exact = db.execute(search, [str(query)]).fetchall()
-        db.execute("CREATE INDEX ON items USING hnsw (vector vector_ip_ops)")
-        db.execute("SET enable_seqscan = off")
-        db.execute(f"SET hnsw.ef_search = {X}")
-        plan = str(db.execute(f"EXPLAIN {search}", [str(query)]).fetchall())
-        found = db.execute(search, [str(query)]).fetchall()
-    assert "Index Scan" in plan and set(found) == set(exact) and {item for item, _ in found} == set(expected.tolist())
-    ids = [id_ for _, id_ in found]
-    assert_ranked(retriever, ids, ids[:2])
-
-
 def test_the_retriever_ranks_the_candidates_of_qdrant(indexed: Path, vectors: torch.Tensor, tmp_path: Path) -> None:
     pytest.importorskip("qdrant_client", exc_type=ImportError)
     from qdrant_client import QdrantClient, models

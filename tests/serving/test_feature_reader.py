@@ -68,12 +68,8 @@ def test_no_rows_have_the_right_shapes() -> None:
     [
         ("item", {"bran": 1}, "item 1: the model has no item feature 'bran' (did you mean brand?); there are: brand, "),
         ("user", {"brand": 1}, "item 1: the model has no user feature 'brand'; there are: favorite"),
-        ("event", {"x": 1}, "item 1: the model has no event feature 'x'; there are: none"),
-        ("item", {"item": "x"}, "item 1: the model has no item feature 'item'"),
         ("item", {"brand": 1.5}, "item 1: feature brand is 1.5; it must be text or a whole number"),
         ("item", {"brand": True}, "item 1: feature brand is True; it must be text or a whole number"),
-        ("item", {"brand": b"acme"}, "item 1: feature brand is b'acme'; it must be text or a whole number"),
-        ("item", {"tags": b"ab"}, "item 1: feature tags is b'ab'; it must be a list"),
         ("item", {"price": np.bool_(True)}, "item 1: feature price is"),
         ("item", {"tags": "a"}, "item 1: feature tags is 'a'; it must be a list"),
         ("item", {"tags": [None, []]}, "item 1: feature tags is []; it must be text or a whole number"),

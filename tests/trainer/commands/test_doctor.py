@@ -30,6 +30,10 @@ def test_a_machine_that_passes_the_tests_is_sound(tmp_path: Path) -> None:
     assert {"compiled C", "plugins", "processor", "memory", "GPUs", *doctor.OPTIONAL} <= states.keys()
 
 
+def finding(subject: str) -> doctor.Finding:
+    return next(found for found in doctor.examine() if found.subject == subject)
+
+
 def test_every_compiled_part_is_looked_for() -> None:
     parts = [*compiled.PARTS, STAND_IN]
     assert SETUP.count('"logitmix.') - 1 == len(parts) and all(f'"{part}"' in SETUP for part in parts)
@@ -37,7 +41,7 @@ def test_every_compiled_part_is_looked_for() -> None:
 
 def test_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "compiled_library", lambda module: None if "_mol" in module else object())
-    found = doctor._compiled_parts()
+    found = finding("compiled C")
     assert found.state == "slow" and found.said == "not built: MoL's loss, MoL's scores; plain torch does it"
 
 
@@ -69,13 +73,13 @@ def test_libraries(versions: dict[str, str], state: str, said: str, monkeypatch:
         return versions[name]
 
     monkeypatch.setattr(versions_module, "version", version)
-    found = doctor._libraries()
+    found = finding("libraries")
     assert found.state == state and said in found.said
 
 
 def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)
-    found = doctor._libraries()
+    found = finding("libraries")
     assert found.state == "broken" and "torchrec does not load: import of torchrec halted" in found.said
 
 
@@ -87,7 +91,7 @@ def test_a_library_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    found = doctor._libraries()
+    found = finding("libraries")
     assert found.state == "broken" and f"fbgemm_gpu does not load: no NVIDIA driver here ({DRIVER}), " in found.said
 
 
@@ -136,13 +140,13 @@ def test_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A card")
-    found = doctor._gpus()
+    found = finding("GPUs")
     assert found.state == state and said in found.said
 
 
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "run_ranks", lambda words, count: 3)
-    found = doctor._ranks()
+    found = finding("ranks")
     assert found.state == "broken" and "exit status 3" in found.said
 
 

@@ -12,12 +12,11 @@ from small_data import small_config, write_dataset
 
 from benchmarks import launches
 from logitmix.common import compiled
+from logitmix.common.compiled import plain_torch
 from logitmix.modules import noise
 from logitmix.modules.config import LossConfig
-from logitmix.modules.encoders import hstu_attention
 from logitmix.modules.losses import mol_loss
 from logitmix.modules.schema import Feature, Schema, Table
-from logitmix.modules.similarity import mol_scores
 from logitmix.trainer import cli
 from logitmix.trainer.commands import miniature
 from logitmix.trainer.commands.miniature import Work
@@ -171,10 +170,9 @@ def test_what_is_estimated_for_gpus_does_not_depend_on_this_cpu(
         monkeypatch.setattr(miniature, "as_on_cuda", lambda *_: None)
     words = ["--world-size", "2", "--train.batch-size", "8", "--history", "30", "--model.encoder.kind", encoder]
     with_parts = imagined(*words)
-    for module in (noise, mol_loss, mol_scores, hstu_attention):
-        monkeypatch.setattr(module, "_library", lambda: None)
     torch.set_num_threads(2)
-    assert imagined(*words) == with_parts
+    with plain_torch():
+        assert imagined(*words) == with_parts
 
 
 def test_an_estimate_for_cpus_says_which_compiled_parts_it_lacks(

@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from logitmix.comm.config import WireConfig
 from logitmix.modules.config import BCEConfig, DotConfig, HIndexerConfig, MoLConfig, NeuMFConfig
 from logitmix.modules.losses import mol_triton
-from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, TrainConfig, with_settings
 from logitmix.trainer.data.dataset import load_dataset
@@ -120,16 +119,6 @@ def test_the_start_block_says_when_gpus_have_few_users(monkeypatch: pytest.Monke
         model = some_model(ranks, batch_size=batch_size)
         model.ranks.device = torch.device(device)
         assert start_block(dataset, model).count(few) == expected
-
-
-def test_the_start_block_says_what_cannot_be_exported() -> None:
-    dataset, model = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7), some_model()
-    schema = Schema((*dataset.schema.features, Feature("last", "user", "id", ITEM)), dataset.schema.tables)
-    dataset = replace(dataset, schema=schema)
-    said = "export      not possible: last and the item ids share a table"
-    assert said not in start_block(dataset, model).splitlines()
-    model.config = with_settings(model.config, {"model.features": ("last",)})
-    assert said in start_block(dataset, model).splitlines()
 
 
 def test_the_start_block_says_that_times_may_be_none(tmp_path: Path) -> None:

@@ -230,17 +230,6 @@ def test_they_do_in_all_random_cases() -> None:
         assert_alike(*seen)
 
 
-@pytest.mark.slow
-def test_ranks_and_steps_without_ids_are_among_them() -> None:
-    """And at least 100 cases in all."""
-    found = random_cases(80, 20)
-    steps = [[sum(map(len, of_rank.values())) for of_rank in step] for case in found.values() for step in case.ids]
-    assert len(found) >= 100
-    assert sum(step == [0, 0] for step in steps) >= 10
-    assert all(sum(step[rank] == 0 < step[1 - rank] for step in steps) >= 10 for rank in range(RANKS))
-    assert sum(max(step) > 2 * min(step) > 0 for step in steps) >= 10
-
-
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_rows_move_by_their_gradient(seen: dict, sharding: str) -> None:
     """One step of SGD on plain tensors, beside the first of the exchange's steps taken alone."""
