@@ -36,7 +36,7 @@ from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.serving import items as items_module
-from logitmix.serving import mapped, request_file, topk
+from logitmix.serving import mapped, ranking, request_file, topk
 from logitmix.serving.directory.reader import read
 from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.request import Options, Request
@@ -172,7 +172,7 @@ def test_equal_scores_come_by_index(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("stage1", [None, 40])
 @torch.inference_mode()
 def test_requests_together_are_ranked_as_each_alone(tmp_path: Path, stage1: int | None) -> None:
-    """Each with its own filters, up to rounding."""
+    """To the last bit, each with its own filters."""
     retriever = load(small_model("mol", X), tmp_path)
     ids, histories = [retriever.raw_ids[item] for item in range(X)], random_histories(X, [3, 1, 5, 4, 2, 6])
     filters: list[Request] = [
@@ -186,12 +186,14 @@ def test_requests_together_are_ranked_as_each_alone(tmp_path: Path, stage1: int 
     requests = [
         Request(history=[ids[item] for item in of], **more) for of, more in zip(histories, filters, strict=True)
     ]
-    found = retriever.recommend(requests, 10, stage1=stage1)
-    for request, rows in zip(requests, found, strict=True):
-        (alone,) = retriever.recommend([request], 10, stage1=stage1)
-        assert [row["id"] for row in rows] == [row["id"] for row in alone]
-        assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in alone], abs=1e-5)
-    assert [len(rows) for rows in found] == [10] * 5 + [0]
+    task = retriever._task(retriever._all_asked(requests, "skip"), Options(10, stage1=stage1), None, 10)
+    found = retriever._ranker.best(task)
+    for row in range(len(requests)):
+        query = ranking.each(task.query, lambda part, row=row: part[row : row + 1])
+        alone = {name: getattr(task, name)[row : row + 1] for name in ("allowed", "excluded", "where", "few")}
+        alone = dataclasses.replace(task, query=query, **alone)
+        assert retriever._ranker.best(alone).equal(found[row : row + 1])
+    assert [int((keys != NOTHING).sum()) for keys in found] == [10] * 5 + [0]
 
 
 scores = st.floats(width=32, allow_nan=False, allow_infinity=False)
