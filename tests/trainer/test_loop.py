@@ -183,15 +183,6 @@ def test_evaluation_can_be_switched_off(tmp_path: Path) -> None:
     assert sampled["users"] == 7
 
 
-def test_a_sample_of_the_users_is_evaluated(tmp_path: Path) -> None:
-    config = small_config(write_dataset(tmp_path / "data"), {"evaluate.users": 9, "train.epochs": 1})
-    results = train(config, tmp_path / "run")
-    (row,) = read_rows(tmp_path / "run", "validation")
-    assert results["users"] == row["users"] == 9
-    for name in ("hindexer/hr@10", "repeated_targets"):
-        assert 0 <= results[name] <= 1 and name in row
-
-
 def test_a_run_split_by_time_ranks_those_who_act_in_the_latest_part(tmp_path: Path) -> None:
     settings = {"data.split": "time", "data.held_out": 0.2, "train.epochs": 1}
     data, run = write_dataset(tmp_path / "data"), tmp_path / "run"

@@ -1,9 +1,7 @@
 """Recency: what timestamps say, in training, evaluation and serving."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +16,8 @@ from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, Feature, Schema, Table
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import cli
 from logitmix.trainer.data import columns
-from logitmix.trainer.data.batches import TrainingBatches, ranking_users
+from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.lookups import columns_of
@@ -98,63 +95,22 @@ AFTER_SHORT, AFTER_LONG = 1, 5
 """Items that follow an action soon after the one before, and one long after it."""
 
 
-def trained(folder: Path, epochs: int) -> Path:
-    """Whether an action came soon after the one before decides which item follows; the items alone do not tell."""
+@pytest.mark.slow
+def test_a_model_learns_what_timestamps_alone_tell(tmp_path: Path) -> None:
+    """Whether an action came soon after the one before decides which item follows. Without the times, each of two items
+    is right for half of the users."""
     random, users, length = np.random.default_rng(0), 200, 10
     soon = random.random((users, length)) < 0.5
     gaps = np.where(soon, random.integers(1, 8, soon.shape), random.integers(1000, 5000, soon.shape))
     items = random.integers(0, 12, soon.shape)
     items[:, 2:] = np.where(soon, AFTER_SHORT, AFTER_LONG)[:, 1:-1]
-    write(folder / "data", [length] * users, np.cumsum(gaps, axis=1).ravel(), items.ravel())
-    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2, "train.epochs": epochs}
-    settings |= {"train.precision": "fp32", "evaluate.every_epochs": epochs}
+    write(tmp_path / "data", [length] * users, np.cumsum(gaps, axis=1).ravel(), items.ravel())
+    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2, "train.epochs": 5}
+    settings |= {"train.precision": "fp32", "evaluate.every_epochs": 5}
     for name, features in (("with", [RECENCY]), ("without", [])):
         settings |= {"model.features": features, "evaluate.exclude_history": "no", "model.loss.negatives": 12}
-        train(small_config(folder / "data", settings), folder / name)
-        export(folder / name, folder / f"{name}.served")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def paced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("paced"), 1)
-
-
-@pytest.mark.slow
-def test_a_model_learns_what_timestamps_alone_tell(tmp_path: Path) -> None:
-    """Without them, each of two items is right for half of the users."""
-    trained(tmp_path, 5)
+        train(small_config(tmp_path / "data", settings), tmp_path / name)
     assert hit_rate(tmp_path / "with") > 0.8 > 0.65 > hit_rate(tmp_path / "without")
-
-
-def test_requests_with_timestamps_are_answered_as_in_evaluation(paced: Path) -> None:
-    dataset, retriever = load_dataset(paced / "data"), Retriever.load(paced / "with.served")
-    users, names = ranking_users(dataset, "test", 12), dataset.raw_ids()
-    requests: list[Request] = []
-    for first, place in zip(users.first, users.place, strict=True):
-        times = dataset.timestamps_flat[first:place].tolist()
-        requests.append({"history": [names[item] for item in dataset.items_flat[first:place]], "timestamps": times})
-    found = ranked_rows(retriever.recommend(requests, 1))
-    hits = [row["id"] == names[target] for (row,), target in zip(found, users.target, strict=True)]
-    assert np.mean(hits) == pytest.approx(hit_rate(paced / "with"), abs=1e-12)
-
-
-def test_the_command_line_takes_timestamps(paced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(model: str, *words: str) -> list[dict[str, Any]]:
-        history = ["--history", "item-1,item-5,item-1", "-k", "3", "--json"]
-        cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
-        return json.loads(capsys.readouterr().out)["items"]
-
-    request: Request = {"history": ["item-1", "item-5", "item-1"], "timestamps": [10, 13, 16]}
-    assert (
-        told("with", "--timestamps", "10,13, 16")
-        == ranked_rows(Retriever.load(paced / "with.served").recommend([request], 3))[0]
-    )
-    assert told("with", "--timestamps", "10,13,16") != told("with", "--timestamps", "10,13,2016")
-    assert told("without", "--timestamps", "10,13,16") == told("without", "--timestamps", "10,13,2016")
-    with pytest.raises(SystemExit):
-        told("with", "--timestamps", "10,x,16")
-    assert "--timestamps is 10,x,16; it must be whole numbers, separated by commas" in capsys.readouterr().err
 
 
 def test_a_recency_of_the_datasets_own_is_not_taken_from_timestamps(tmp_path: Path) -> None:

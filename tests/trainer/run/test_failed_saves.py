@@ -21,7 +21,7 @@ from small_data import a_model
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.loop import train
-from logitmix.trainer.run import checkpoint, checksums, manifest, saving
+from logitmix.trainer.run import checkpoint, checksums, manifest
 from logitmix.trainer.run.folder import read_config, run_lock
 from logitmix.trainer.run.metrics import RunProgress, append_row, read_rows
 from logitmix.trainer.run.saving import Saver
@@ -148,21 +148,6 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     assert steps(run) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9**9, 9**9, needed))
     savers().save(RunProgress(16))
-
-
-def test_a_step_is_saved_though_what_follows_fails(
-    run: Path, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    def broken(run: Path) -> None:
-        raise OSError(errno.EIO, "broken", "rows")
-
-    monkeypatch.setattr(saving, "checksum_rows", broken)
-    assert savers(on_save_failure="continue").save(RunProgress(16), wait=False)
-    said = f"{run}/checkpoints/step-16 is saved, but rows could not be updated (broken)"
-    assert capsys.readouterr().err == f"{said}; training goes on\n"
-    with pytest.raises(OSError, match=re.escape(said)):
-        savers().save(RunProgress(16))
 
 
 def test_what_a_killed_job_left_is_removed_before_anything_is_written(run: Path) -> None:
