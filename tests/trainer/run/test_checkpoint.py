@@ -2,11 +2,14 @@ import concurrent.futures
 import errno
 import json
 import os
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +17,11 @@ import two_ranks
 from small_data import ITEMS, a_model, gather_table, move_tables, small_config
 from torch import Tensor
 
-from logitmix.comm.collectives import barrier
+from logitmix.comm.collectives import barrier, broadcast_object
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.parallel.parallelize import ParallelModel
-from logitmix.trainer.run import checkpoint
+from logitmix.trainer.run import checkpoint, folder, saving
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.run.saving import Saver
@@ -147,7 +150,42 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
                 barrier(model.ranks)
                 saver.poll()
         said.append(str(caught.value))
+        said += [upload_slowly(run.with_name(f"room-{room}"), background, optimizer, room) for room in (3, 2)]
     return said
+
+
+def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, room: int) -> str:
+    """What is on disk when an upload in the background ends that waits for the third checkpoint, or until there is no
+    room for it, and then fails; and after another upload. One checkpoint less than there is room for is kept."""
+    found: list[list[str]] = []
+    full = threading.Event()
+
+    def disk_usage(path: Path) -> Any:
+        has_room = len(checkpoint_paths(run)) < room
+        if not has_room:
+            full.set()
+        return shutil._ntuple_diskusage(9**9, 0, has_room * 9**9)
+
+    def push(run: Path) -> None:
+        until = time.monotonic() + 60
+        while not found and len(checkpoint_paths(run)) < 3 and not full.is_set() and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append([path.name for path in checkpoint_paths(run)])
+        if len(found) == 1:
+            raise OSError("gone")
+
+    run.mkdir(exist_ok=True)
+    (run / "dataset.json").touch()
+    settings = replace(model.config.train, on_save_failure="continue", keep=room - 1)
+    model = replace(model, config=replace(model.config, train=settings))
+    with pytest.MonkeyPatch.context() as patch, Saver(run, model, optimizer) as saver:
+        patch.setattr(shutil, "disk_usage", disk_usage)
+        for module in (saving, folder):
+            patch.setattr(module, "is_copy", lambda path: True)
+            patch.setattr(module, "push", push)
+        for number in (1, 2, 3):
+            saver.save(RunProgress(number), wait=number == 3)
+    return str(broadcast_object(found, model.ranks))
 
 
 @contextmanager
@@ -205,13 +243,20 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, data: Path) 
         for name, actual in zip([*configs, *configs], resumed, strict=True):
             assert_equal(actual, expected[name])
     # A save that fails on one rank fails on all, and nothing of it stays.
-    (full, broken, later), of_second = first[1], second[1]
+    (full, broken, later, *uploaded), of_second = first[1], second[1]
     out = paired["adam"] / "checkpoints" / "step-16"
     assert full.startswith(f"no room for {out}: it needs ") and of_second[0].startswith(full.partition(" and ")[0])
     assert broken == of_second[1] == f"{out} could not be written (Input/output error); nothing of it was kept"
     # In the background too, in the next step, though the other rank had not written its part.
     assert later == of_second[2] == broken.replace("step-16", "step-20")
     assert [path.name for path in out.parent.iterdir()] == ["step-3"]
+    # Both commit what was saved before they wait for an upload, and drop nothing if that fails; or they wait first, and
+    # drop what leaves no room.
+    assert (
+        uploaded
+        == of_second[3:]
+        == [str([["step-1", "step-2", "step-3"], ["step-2", "step-3"]]), str([["step-1", "step-2"], ["step-3"]])]
+    )
     for name, config in configs.items():
         assert_equal(resume(alone[name], config), expected[name])
         assert_equal(resume(paired[name], config), expected[name])
