@@ -37,11 +37,6 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_tree_keeps_the_contracts(tmp_path: Path) -> None:
-    result = lint(tree(tmp_path))
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 BREACHES = [
     ("modules/planted_0.py", "import logitmix.trainer.config", "logitmix.trainer.config"),
     ("modules/planted_1.py", "from logitmix.comm import config", "logitmix.comm.config"),

@@ -137,7 +137,6 @@ def test_values_change() -> None:
         ("prise < 5", r"at character 1: no column 'prise' \(did you mean price\?\); there are: price, kind, day$"),
         ("price < 5 price", "at character 11: and, or, or the end is expected"),
         ("(price < 40,5) or price > 50", "at character 12: only values after in have commas .*; decimals have a point"),
-        ("price < '40,5'", "at character 9: price is '40,5'; it must be a number such as 40.5"),
         ("price < 5 and", "at character 14: a column is expected"),
         ("price in (5", "at character 12: '\\)' is expected"),
         ("price = 'x", "at character 8: a quote is not closed"),
@@ -149,8 +148,6 @@ def test_values_change() -> None:
         ("kind < 5", "at character 8: kind is compared by <, but the column is text"),
         ("not " * 60 + "price = 5", "there are more than 50 conditions within each other"),
         (" or ".join(["price = 5"] * 201), r"at character 2601: there are more than 200 conditions"),
-        ("__import__('os')", "no column '__import__'"),
-        ("price = 5; drop", "at character 9: price is '5;'; it must be a number"),
     ],
 )
 def test_mistakes_are_named_with_their_place(text: str, said: str) -> None:

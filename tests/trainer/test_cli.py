@@ -290,7 +290,6 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("train demo-mol --train.eopchs 3", "unknown option --train.eopchs (did you mean --train.epochs?); see"),
         ("train auto --no-train.refit", "unknown option --no-train.refit (did you mean --train.no-refit?); see"),
         ("train auto --no-train.epochs 3", "unknown option --no-train.epochs (did you mean --train.epochs?); see"),
-        ("compare d --minutes 1 --no-threads 3", "unknown option --no-threads (did you mean --threads?); see"),
         ("train demo-mol --zzz 3 --data.pth x", "unknown option --zzz; see logitmix train demo-mol --help"),
         (
             "train demo-mol more",
@@ -299,7 +298,6 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("train demo-mol --train.epochs", "--train.epochs needs a value; see logitmix train demo-mol --help"),
         ("train demo-mol --data.split times", "--data.split is 'times'; it must be one of leave-one-out, time\n"),
         ("evaluate", "evaluate needs RUN; see logitmix evaluate --help"),
-        ("export", "export needs RUN and --out DIR; see logitmix export --help"),
         ("prepare", "prepare needs NAME; see logitmix prepare --help"),
     ],
 )
