@@ -4,6 +4,7 @@ how long it would take, without the job's machines, and if need be without its d
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from logitmix.common.mappings import require
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from logitmix.trainer.data.dataset import Dataset
     from logitmix.trainer.data.lookups import Ints
     from logitmix.trainer.parallel.plan import Devices, TablePlan
-    from logitmix.trainer.parallel.traffic import Traffic
+    from logitmix.trainer.parallel.traffic import Counts, Crossing, Traffic
 
 USAGE = """\
 usage: logitmix plan RECIPE [--world-size N] [--per-host N] [--device cuda|cpu] [--gpu NAME] [--gpu-gib GIB]
@@ -132,6 +133,9 @@ class JobPlan:
     gpu: str
     step_time: "StepTime | None"
     """On GPUs."""
+    slowest: "Slowest"
+    idle: str
+    """A line about ranks that have no sequence in a step; empty if each has one."""
 
     @property
     def rank_bytes(self) -> int:
@@ -168,12 +172,14 @@ class JobPlan:
             )
         if line := self.too_much():
             block["NO ROOM"] = line
+        if self.idle:
+            block["batch"] = self.idle
         block |= {
             "wire": f"ids, rows and gradients that a rank sends in a step: {', '.join(map(self._sent, self.traffic))};",
             " ": f"gradients of the tower to be summed: {binary_size(self.dense_bytes)}",
         }
         if self.step_time:
-            block |= _timed(self.step_time, self.gpu)
+            block |= _timed(self.step_time, self.gpu, self.slowest if devices.world_size > 1 else None)
         return with_plan(block, self.tables)
 
     def too_much(self) -> str:
@@ -208,16 +214,35 @@ FRAGMENTED = {"cuda": 1.0, "cpu": 1.5}
 library puts tensors into what earlier ones of other sizes have left. Not known for a GPU."""
 
 
-def _timed(of: "StepTime", gpu: str) -> dict[str, str]:
-    from logitmix.trainer.commands.step_time import ASSUMED
+def _timed(of: "StepTime", gpu: str, slowest: "Slowest | None") -> dict[str, str]:
+    from logitmix.trainer.commands.step_time import ASSUMED, LEFT_OUT
 
     longest = ", ".join(f"{name} {of.parts[name] * 1e3:,.2f}" for name in of.longest())
     return {
         "step": f"about {of.total * 1e3:,.2f} ms on {gpu.upper()}, with {of.kernels:,} kernels; arithmetic or memory "
         f"alone at least {of.floor * 1e3:,.2f};",
-        "  ": f"of it, in ms: {longest}.",
-        "   ": f"Assumed: {ASSUMED}",
+        "  ": f"of it, in ms: {longest}.{slowest.text() if slowest else ''}",
+        "   ": f"Assumed: {ASSUMED}.",
+        "    ": f"Not estimated: {LEFT_OUT}",
     }
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank with the most of something in a step, which the others wait for, by the mean of all ranks."""
+
+    positions: float
+    rows: float
+    """Bytes of ids, rows and gradients that it sends or receives."""
+    counted: bool
+    """Whether positions are those of a dataset."""
+
+    def text(self) -> str:
+        alike = "" if self.counted else " (histories are taken for equally long)"
+        return (
+            f" The slowest rank has {self.positions:.2f} times the mean's positions{alike}, and sends or receives "
+            f"{self.rows:.2f} times the mean's rows."
+        )
 
 
 @dataclass(frozen=True)
@@ -248,6 +273,7 @@ def plan_job(
     from logitmix.trainer.commands.step_time import GPUS, Load, step_time
     from logitmix.trainer.data.dataset import load_dataset
     from logitmix.trainer.data.limited import limited
+    from logitmix.trainer.logs.telemetry import idle_ranks
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
     from logitmix.trainer.parallel.parallelize import unsharded
     from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
@@ -263,11 +289,14 @@ def plan_job(
         schema, name, users = imagined.schema, "imagined", imagined.schema.users
         longest = config.model.encoder.max_length
         length = min(imagined.history or longest, longest)
-        sequences = -(-config.train.batch_size // devices.world_size)
         used = model_schema(schema, config)
-        expected = expected_ids(used, config.model.loss, sequences, length)
-        ids: list[Mapping[str, Tensor | Bags]] = [expected] * devices.world_size
-        batch = imagined_batch(used, config, sequences, length, _lookups(expected))
+        # As TrainingBatches divides sequences of equal lengths.
+        cuts = [round(config.train.batch_size * rank / devices.world_size) for rank in range(devices.world_size + 1)]
+        sequences = [end - first for first, end in pairwise(cuts)]
+        expected = {count: expected_ids(used, config.model.loss, count, length) for count in set(sequences)}
+        ids: list[Mapping[str, Tensor | Bags]] = [expected[count] for count in sequences]
+        batch = imagined_batch(used, config, max(sequences), length, _lookups(expected[max(sequences)]))
+        positions = [count * length for count in sequences]
     else:
         dataset = limited(config, load_dataset(config.data.path))
         schema, name, users = dataset.schema, dataset.name, dataset.num_users
@@ -275,6 +304,7 @@ def plan_job(
         parts = first_batches(config, dataset, devices.world_size)
         parts = _with_rows(parts, used)
         ids, batch = [of.ids for of in parts], max(parts, key=lambda of: len(of.input_T))
+        positions = [len(of.input_T) for of in parts]
     if config.first:
         require_fit(config.first, config, schema)
     model, tables = unsharded(schema, config, torch.device(devices.kind))
@@ -296,12 +326,18 @@ def plan_job(
     activations, leaves, batches = (round(FRAGMENTED[devices.kind] * of) for of in held)
     sent, W = traffic(rows, config.comm), devices.world_size
     device, host = zip(*bytes_by_rank(plan, size), strict=True)
+    exchanges, parts_of = len({(of.dim, of.sharding, of.pooled) for of in plan.values()}), config.comm.parts
+    in_group, of_peers = (size, min(size, devices.per_host)), (W // size, max(1, devices.per_host // size))
     load = Load(
         within=sent.most_within,
         between=sent.most_between,
         dense=weights * (2 if config.comm.dense == "bf16" else 4),
-        tables=sum(_moved(plan[name]) * count for name, count in lookups.items()),
+        tables=max(sum(_moved(plan[name]) * count for name, count in lookups.items()), _most_served(rows, plan)),
         optimizer=2 * weights * bytes_per_weight(config),
+        exchanges=exchanges,
+        # Of ids, rows and gradients; among peers, of ids and gradients.
+        all_to_alls=[in_group] * (1 + 2 * exchanges * parts_of) + [of_peers] * (2 * exchanges),
+        all_reduces=1 + bool(config.train.clip),
     )
     return JobPlan(
         dataset=name,
@@ -322,6 +358,12 @@ def plan_job(
         dense_bytes=int(load.dense),
         gpu=gpu,
         step_time=step_time(GPUS[gpu], work, load, W, devices.per_host, kernels) if devices.kind == "cuda" else None,
+        slowest=Slowest(
+            positions=max(positions) * W / max(1, sum(positions)),
+            rows=(sent.most_within + sent.most_between) * W / max(1, sent.total),
+            counted=imagined is None,
+        ),
+        idle=idle_ranks(config.train.batch_size, W),
     )
 
 
@@ -368,6 +410,16 @@ def _lookups(ids: "Mapping[str, Tensor | Bags]") -> dict[str, int]:
 ROW_PASSES = 9
 """How often a row or its gradient is read or written, in FP32, between its table and the loss: by the lookup, codec,
 copies to their places, and back."""
+
+
+def _most_served(rows: "Mapping[Crossing, Counts]", plan: "Mapping[str, TablePlan]") -> float:
+    """Bytes that the rank which other ranks ask for the most reads and writes for their rows."""
+    of_ranks = [
+        _moved(plan[way.table]) * way.columns / plan[way.table].dim * sent_W
+        for way, (sent_W, _) in rows.items()
+        if not way.to_peers
+    ]
+    return float(sum(of_ranks).max()) if of_ranks else 0.0
 
 
 def _moved(table: "TablePlan") -> float:

@@ -288,7 +288,9 @@ def start_block(
     if (getattr(model.config.model.encoder, "times", False) or RECENCY in features) and not dataset.unit_of_times():
         block["times"] = "of no known unit, such as positions: the model takes their differences for times"
     each = train.batch_size // ranks.world_size
-    if device == "cuda" and ranks.world_size > 1 and each < FEW:
+    if line := idle_ranks(train.batch_size, ranks.world_size):
+        block["batch"] = line
+    elif device == "cuda" and ranks.world_size > 1 and each < FEW:
         block["batch"] = f"{each} users a rank keep no GPU busy; --scale {ranks.world_size} trains with as many as the "
         block["batch"] += "recipe has for one, and with learning rates to match (docs/scale.md)"
     if item_valued := dataset.schema.only(features).item_valued:
@@ -298,6 +300,17 @@ def start_block(
         slow = "has no CUDA kernel and runs block by block in plain torch, in many small launches"
         block["loss"] = f"that of {' and '.join(losses)} {slow}"
     return with_plan(block, model.plan)
+
+
+def idle_ranks(batch_size: int, world_size: int) -> str:
+    """A line if a step has fewer sequences than there are ranks; otherwise empty."""
+    if batch_size >= world_size:
+        return ""
+    return (
+        f"{world_size - batch_size:,} of {world_size:,} ranks have no sequence in a step of {batch_size:,} "
+        f"(train.batch_size): --scale {world_size} gives each rank as many as the recipe has for one "
+        f"(docs/scale.md), or use {counted(batch_size, 'rank')}"
+    )
 
 
 def doubtful_settings(config: Config, sequences: int, items: int) -> list[str]:

@@ -22,7 +22,19 @@ from logitmix.trainer.commands import miniature
 from logitmix.trainer.commands.miniature import Work
 from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
 from logitmix.trainer.commands.recipe import of_recipe
-from logitmix.trainer.commands.step_time import GPU, GPUS, LAUNCH, REACHED, Load, step_time
+from logitmix.trainer.commands.step_time import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    GPU,
+    GPUS,
+    LAUNCH,
+    MESSAGE,
+    REACHED,
+    Load,
+    all_reduce_latency,
+    all_to_all_latency,
+    step_time,
+)
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.parallel.traffic import expected_ids
 
@@ -240,7 +252,7 @@ def test_a_step_that_does_not_fit_names_the_batch_that_does(imagined: Callable[.
 def test_the_time_of_a_step() -> None:
     gpu = GPU(1, bf16=1e12, fp32=1e11, memory=1e9, nvlink=1e9, network=1e8)
     work = Work(bf16=1e9, fp32=2e8, mol=1e8, traffic=5e6, kernels=1)
-    load = Load(within=1e5, between=1e5, dense=1e6, tables=1e6, optimizer=1e6)
+    load = Load(1e5, 1e5, dense=1e6, tables=1e6, optimizer=1e6, all_to_alls=[(16, 8)] * 3 + [(2, 1)], all_reduces=2)
     found = step_time(gpu, work, load, world_size=16, per_host=8, kernels=100)
     expected = {
         "starting kernels": 100 * LAUNCH,
@@ -249,13 +261,61 @@ def test_the_time_of_a_step() -> None:
         "rows within a host": 1e-4 / REACHED["nvlink"],
         "rows between hosts": 1e-3 / REACHED["network"],
         # Each GPU sends 2 x 7/8 of its bytes within the host, and 2 x 1/2 of its eighth to the other host.
-        "sum of gradients": 1.75e-3 / REACHED["nvlink"] + 1.25e-3 / REACHED["network"],
+        "sum of gradients": 1.75e-3 / REACHED["nvlink"] + 1.25e-3 / REACHED["network"] + 2 * all_reduce_latency(16, 8),
+        "latency of all-to-alls": 3 * all_to_all_latency(16, 8) + all_to_all_latency(2, 1),
     }
     assert found.parts == pytest.approx(expected) and found.floor == pytest.approx(7e-3)
     assert found.longest() == ["memory traffic", "arithmetic", "starting kernels"]
     device = expected["arithmetic"] + expected["memory traffic"]
     # The sum of gradients takes less than half of the device's work, so it is hidden.
-    assert found.total == pytest.approx(device + expected["rows within a host"] + expected["rows between hosts"])
+    rows = expected["rows within a host"] + expected["rows between hosts"] + expected["latency of all-to-alls"]
+    assert found.total == pytest.approx(device + rows)
+
+
+def test_collectives_take_longer_among_more_ranks() -> None:
+    least, nvlink, network = ALL_TO_ALL
+    assert all_to_all_latency(1, 1) == all_reduce_latency(1, 1) == 0
+    assert all_to_all_latency(8, 8) == pytest.approx(least + nvlink)
+    assert all_to_all_latency(1024, 8) == pytest.approx(least + network + 1016e-6)
+    least, nvlink, network = ALL_REDUCE
+    assert all_reduce_latency(8, 8) == pytest.approx(least + 14 * nvlink)
+    # 128 hosts are a tree of 7 levels, up and down.
+    assert all_reduce_latency(1024, 8) == pytest.approx(least + 14 * nvlink + 14 * network)
+
+
+@pytest.mark.long
+def test_more_ranks_wait_longer_for_each_other(imagined: Callable[..., JobPlan]) -> None:
+    few, many = (
+        imagined("--world-size", str(W), "--train.batch-size", str(4 * W), "--history", "20").step_time
+        for W in (16, 128)
+    )
+    assert few and many and many.total > few.total
+    # An all-to-all each of ids, rows and gradients.
+    more = many.parts["latency of all-to-alls"] - few.parts["latency of all-to-alls"]
+    assert more == pytest.approx(3 * (128 - 16) * MESSAGE)
+
+
+@pytest.mark.long
+def test_the_slowest_rank_is_what_a_step_waits_for(imagined: Callable[..., JobPlan]) -> None:
+    """A table on one rank, which sends its rows to the other 15."""
+    words = ["--world-size", "16", "--train.batch-size", "64", "--history", "20", "--tables.sharding"]
+    even, one = (imagined(*words, sharding) for sharding in ("row_wise", "table_wise"))
+    assert even.slowest.rows == pytest.approx(1, abs=0.1) and even.slowest.positions == 1
+    assert one.slowest.rows == pytest.approx(16, abs=0.1)
+    assert even.step_time and one.step_time
+    for name in ("rows within a host", "rows between hosts", "memory traffic"):
+        assert one.step_time.parts[name] > 1.5 * even.step_time.parts[name]
+    assert "sends or receives 16.00 times the mean's rows" in one.text()
+
+
+def test_ranks_without_a_sequence_are_told_of(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["plan", recipe, "--world-size", "64", "--items", "1e6", "--train.batch-size", "8"])
+    said = capsys.readouterr().out
+    assert "\nbatch       56 of 64 ranks have no sequence in a step of 8 (train.batch_size): --scale 64 gives " in said
+    assert "The slowest rank has 8.00 times the mean's positions (histories are taken for equally long)" in said
+    assert "Not estimated: waits for the host's own collectives (gloo)" in said
+    cli.main(["plan", recipe, "--world-size", "8", "--items", "1e6", "--train.batch-size", "8"])
+    assert "\nbatch " not in capsys.readouterr().out
 
 
 @pytest.mark.slow

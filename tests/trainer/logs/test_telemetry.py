@@ -121,6 +121,20 @@ def test_the_start_block_says_when_gpus_have_few_users(monkeypatch: pytest.Monke
         assert start_block(dataset, model).count(few) == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_start_block_says_which_ranks_have_nothing_to_train_on(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "losses_in_blocks", lambda *of: [])
+    dataset = in_memory(torch.tensor([0, 2, 5]).numpy(), torch.arange(5).numpy(), 7)
+    for ranks, idle in ((1024, "992 of 1,024 ranks have no sequence in a step of 32 "), (32, "")):
+        model = some_model(ranks, batch_size=32)
+        model.ranks.device = torch.device(device)
+        said = start_block(dataset, model)
+        assert said.count("have no sequence") == bool(idle)
+        assert not idle or f"batch       {idle}(train.batch_size): --scale 1024 gives " in said
+
+
 def test_the_start_block_says_that_times_may_be_none(tmp_path: Path) -> None:
     dataset, without = load_dataset(write_dataset(tmp_path / "data", users=3)), some_model()
     file = dataset.path / "dataset.json"
