@@ -601,6 +601,25 @@ def test_items_may_be_computed_when_they_are_ranked(
     assert (features or held[1] < held[0]) and len(list(computed.glob("items-*"))) > 1
 
 
+def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 100)
+    model = small_model("mol", X, schema=every_feature(X))
+    retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=False))
+    counts, embed = [], items_module.ItemInputs.embed
+
+    def counted(inputs: items_module.ItemInputs, *arguments: Any) -> Any:
+        counts.append(len(inputs.own_RW))
+        return embed(inputs, *arguments)
+
+    monkeypatch.setattr(items_module.ItemInputs, "embed", counted)
+    retriever.retrieve([[3, 1, 4]], 10)
+    assert counts == [3, 100, 100, 100]
+    counts.clear()
+    retriever.retrieve([[3, 1, 4]], 10, stage1=40)
+    # Stage 1 reads the INT8 corpus, and stage 2 computes what it found.
+    assert counts == [3, 40]
+
+
 def test_a_forked_process_answers(tmp_path: Path) -> None:
     """As after gunicorn's preload: OpenMP's threads, and a thread that is in the middle of an answer, are the parent's
     alone."""
