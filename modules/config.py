@@ -25,8 +25,9 @@ def _require_rates(section: str, settings: object, *names: str) -> None:
 
 
 @dataclass(frozen=True)
-class _AttentionConfig:
-    """Settings that encoders with blocks of causal attention have in common."""
+class AttentionConfig:
+    """Settings that encoders with blocks of causal attention have in common, each of which uses all of them. A setting
+    of one kind alone stands in the class of this kind, and no kind extends the class of another."""
 
     kind: str = ""
     """Each kind has its own settings; --model.encoder.kind KIND --help model.encoder lists them."""
@@ -58,7 +59,7 @@ class _AttentionConfig:
 
 
 @dataclass(frozen=True)
-class SASRecConfig(_AttentionConfig):
+class SASRecConfig(AttentionConfig):
     """The user side, of kind "sasrec": causal self-attention over the history; the paper's settings are in appendix
     A."""
 
@@ -69,12 +70,14 @@ class SASRecConfig(_AttentionConfig):
 
 
 @dataclass(frozen=True)
-class LiGRConfig(SASRecConfig):
+class LiGRConfig(AttentionConfig):
     """The user side, of kind "ligr": SASRec with the blocks of LiGR (Borisyuk et al., 2025), whose residuals are gated,
     and with SwiGLU, as in eSASRec (2025)."""
 
     module = "logitmix.modules.encoders.ligr:LiGR"
     kind: str = "ligr"
+    dropout: float = 0.2
+    """Rate on the input, the attention output and the feed-forward layers."""
     expansion: int = 4
     """Hidden width of the feed-forward network, in widths of the model."""
 
@@ -84,7 +87,7 @@ class LiGRConfig(SASRecConfig):
 
 
 @dataclass(frozen=True)
-class HSTUConfig(_AttentionConfig):
+class HSTUConfig(AttentionConfig):
     """The user side, of kind "hstu": hierarchical sequential transduction units (Zhai et al., 2024), the stronger
     encoder."""
 
@@ -100,14 +103,19 @@ class HSTUConfig(_AttentionConfig):
 
 
 @dataclass(frozen=True)
-class FuXiConfig(HSTUConfig):
+class FuXiConfig(AttentionConfig):
     """The user side, of kind "fuxi": FuXi-alpha (Ye et al., 2025): HSTU with channels of attention of their own for
     distances and, with `times`, for times, and with a gated feed-forward network."""
 
     module = "logitmix.modules.encoders.fuxi:FuXi"
     kind: str = "fuxi"
+    blocks: int = 4
+    heads: int = 2
     dropout: float = 0.2
     """Rate on the input, and in each block on the gated attention and before the second stage."""
+    times: bool = False
+    """Attention sees the time from each action to the request, from timestamps: in training to the next action. A
+    request then states its actions' timestamps and its own time."""
     expansion: int = 1
     """Hidden width of the feed-forward network's second stage, in widths of the model."""
 

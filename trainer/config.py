@@ -134,6 +134,23 @@ class TableSettings:
             )
 
 
+_UNUSED = {"sgd": ("beta1", "beta2", "eps"), "rowwise_adagrad": ("beta1", "beta2")}
+"""The settings of an optimizer that these do not use."""
+_RATES = ("beta1", "beta2", "eps")
+
+
+def _refuse_unused(prefix: str, given: Mapping[str, Any], optimizers: Sequence[str]) -> None:
+    """Checks that one of the optimizers uses each of the given settings.
+
+    Raises:
+        ValueError: None of them uses a setting that differs from its default.
+    """
+    for name, value in given.items():
+        if all(name in _UNUSED.get(optimizer, ()) for optimizer in optimizers):
+            said = f"left out, because {prefix}.optimizer {optimizers[0]} does not use it"
+            require(value == getattr(TableSettings, name), f"{prefix}.{name}", value, said)
+
+
 def _check_rates(of: "TableSettings | DenseConfig", prefix: str) -> None:
     require(0 < of.lr < inf, f"{prefix}.lr", of.lr, "above 0 and finite")
     require(0 <= of.beta1 < 1, f"{prefix}.beta1", of.beta1, "in [0, 1)")
@@ -167,8 +184,12 @@ class TablesConfig(TableSettings):
     def __post_init__(self) -> None:
         self.check("tables")
         require(self.group_size >= 0, "tables.group_size", self.group_size, "0 or more")
-        for name in self.by_name:
+        for name, given in self.by_name.items():
             self.of(name).check(f"tables.{name}")
+            _refuse_unused(f"tables.{name}", given, [self.of(name).optimizer])
+        # A setting of all tables is also for those that have another optimizer.
+        optimizers = [self.optimizer, *(given.get("optimizer", self.optimizer) for given in self.by_name.values())]
+        _refuse_unused("tables", {name: getattr(self, name) for name in _RATES}, optimizers)
 
     def ranks_of_group(self, world_size: int) -> int:
         """Ranks of each group among so many. ValueError where the groups would not be equal."""
@@ -200,6 +221,7 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         _check_rates(self, "dense")
+        _refuse_unused("dense", {name: getattr(self, name) for name in _RATES}, [self.optimizer])
         require(self.weight_decay >= 0, "dense.weight_decay", self.weight_decay, "0 or more")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..batch import Packing
-from ..config import SASRecConfig
+from ..config import AttentionConfig, SASRecConfig
 from ..linear import Linear
 from ..noise import Noise
 from ..transfer import on_device
@@ -27,7 +27,7 @@ FLASH_WIDTH, CAUSAL = 256, 1
 class Attention(nn.Module):
     """What blocks of softmax attention share: its layers, two norms and dropout."""
 
-    def __init__(self, dim: int, config: SASRecConfig, site: str, epsilon: float) -> None:
+    def __init__(self, dim: int, config: AttentionConfig, site: str, epsilon: float) -> None:
         super().__init__()
         self.heads, self.rate, self.site = config.heads, config.dropout, site
         self.attention_norm = nn.LayerNorm(dim, eps=epsilon)

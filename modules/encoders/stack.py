@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import Packing
-from ..config import HSTUConfig, SASRecConfig
+from ..config import AttentionConfig
 from ..initialize import reset_layers
 from ..noise import Noise
 
@@ -25,7 +25,7 @@ class Stack(nn.Module):
     epsilon: float
     """Of the last norm."""
 
-    def __init__(self, dim: int, config: SASRecConfig | HSTUConfig) -> None:
+    def __init__(self, dim: int, config: AttentionConfig) -> None:
         super().__init__()
         self.scale, self.rate, self.history_rate = math.sqrt(dim), config.dropout, config.history_dropout
         self.position_LD = nn.Parameter(torch.empty(config.max_length, dim))

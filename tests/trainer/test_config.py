@@ -218,8 +218,9 @@ def test_every_value_survives_being_written_and_read(kind: str) -> None:
     if kind == "mol":
         others["model.similarity.gating"] = "joint"
     for flag, value in flatten(config).items():
-        # data.negatives excludes the last one.
+        # data.negatives excludes the last one, and sgd has no use for rates of the moments.
         kept = (
+            *(f"{section}.{name}" for section in ("tables", "dense") for name in ("beta1", "beta2", "eps")),
             "model.similarity.kind",
             "model.encoder.kind",
             "model.loss.kind",
@@ -279,6 +280,14 @@ def test_a_table_has_settings_of_its_own_and_the_others_of_all() -> None:
         (
             '[tables]\noptimizer = "rowwise_adagrad"\n[tables.zip]\nsharding = "column_wise"',
             r"tables\.zip\.sharding is column_wise and tables\.zip\.optimizer rowwise_adagrad",
+        ),
+        (
+            '[tables]\nbeta1 = 0.5\n[tables.zip]\noptimizer = "rowwise_adagrad"\nbeta2 = 0.5',
+            r"tables\.zip\.beta2 is 0\.5; it must be left out, because tables\.zip\.optimizer rowwise_adagrad",
+        ),
+        (
+            '[tables]\noptimizer = "sgd"\neps = 0.5\n[tables.zip]\nlr = 0.5',
+            r"tables\.eps is 0\.5; it must be left out, because tables\.optimizer sgd does not use it$",
         ),
     ],
 )

@@ -37,6 +37,8 @@ def write_projector(run: Path, dataset: Dataset, model: ParallelModel) -> None:
         raw_id = ids[item].as_py()
         rows.append(((titles[item].as_py() if titles else None) or raw_id, raw_id, count_X[item]))
     board = run / "tensorboard"
+    # Without the logger of that name there is none yet.
+    board.mkdir(exist_ok=True)
     write_whole(board / "items.tsv", _tsv(row_D.tolist() for row_D in vector_VD))
     write_whole(board / "titles.tsv", _tsv(rows))
     write_whole(

@@ -25,7 +25,7 @@ from logitmix.trainer.loop import training_batches
 from logitmix.trainer.parallel.plan import TablePlan
 
 EXACT = {"comm.forward": "fp32", "comm.backward": "fp32", "train.precision": "fp32", "model.features": ["all"]}
-SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
+SGD = {"tables.optimizer": "sgd", "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1, "tables.eps": 1e-8}
 SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": SGD,
     "adam": {},
@@ -71,7 +71,7 @@ WEIGHTED_BAGS = {
 SETTINGS |= BAGS | WEIGHTED_BAGS | {"bags in parts": BAGS["bags row_wise sgd"] | {"comm.parts": 3}}
 CLIP = {"train.clip": 4.0, "tables.eps": 0.001, "tables.lr": 0.1, "dense.optimizer": "sgd", "dense.lr": 0.1}
 CLIPPED: dict[str, dict[str, Any]] = {
-    "clip sgd": CLIP | {"tables.optimizer": "sgd", "comm.parts": 3},
+    "clip sgd": CLIP | SGD | {"comm.parts": 3},
     "clip adam": CLIP | {"tables.optimizer": "adam", "tables.sharding": "column_wise"},
     "clip rowwise_adagrad": CLIP | {"tables.optimizer": "rowwise_adagrad", "tables.tags.sharding": "table_wise"},
     "clip bags sgd": CLIP | BAGS["bags row_wise sgd"],
