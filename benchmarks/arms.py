@@ -40,6 +40,7 @@ from rich.table import Table
 from benchmarks.measure import logitmix, machine, words_of
 from logitmix.trainer.data.sources.demo import DemoParameters, generate
 from logitmix.trainer.run.metrics import evaluations_since_best
+from logitmix.trainer.run.stages import chosen_run
 
 Settings = Mapping[str, Any]
 """Values by option; the recipe is that of "recipe"."""
@@ -170,7 +171,7 @@ class Options:
     seeds: int = 0
     """Runs of an arm, train.seed 0, 1, …; 0: as many as the experiment has."""
     minutes: float = 0
-    """Training time of a run, evaluation not counted, where it is to be another one."""
+    """Time that a run trains, evaluations on validation included, where it is to be another one."""
     epochs: int = 0
     """Epochs of a run, where it is to have others."""
     out: str = ""
@@ -236,7 +237,7 @@ def train(run: Path, data: Path, seed: int, settings: Settings, processes: int) 
         options = {name: value for name, value in settings.items() if name != "recipe"}
         logitmix("train", settings["recipe"], *words_of(options | places), processes=processes)
     results: Results = json.loads((run / "results.json").read_text())
-    _, best = evaluations_since_best(run, "hr@10")
+    _, best = evaluations_since_best(chosen_run(run), "hr@10")
     return results | {"validation": best["hr@10"]}
 
 

@@ -493,7 +493,7 @@ def made_up(max_length: int, users: int = 1024, items: int = 3706) -> Dataset:
 class _Phases:
     """In place of a pipeline's clock: tells the meter the phase."""
 
-    total, exact = 0.0, False
+    elapsed, in_steps, exact = 0.0, 0.0, False
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

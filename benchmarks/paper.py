@@ -54,7 +54,7 @@ from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, refit_path, start_path
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import read_ranks, read_results
-from logitmix.trainer.run.stages import final_run, source_of
+from logitmix.trainer.run.stages import chosen_run, final_run, source_of
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -437,7 +437,7 @@ def collected(run: Path, recipe: str) -> dict[str, Any]:
     hours = {"run": first["seconds"] / 3600, "refit": refit["seconds"] / 3600}
     if start := source_of(run, config):
         hours["start"] = read_results(start)["seconds"] / 3600
-    if config.first:  # the refit's own
+    if config.first and chosen_run(run) == run:  # the refit's own
         hours["refit"] += read_results(start_path(refit_path(run)))["seconds"] / 3600
     best = next(row for row in read_rows(run, "validation") if row["step"] == first["step"])
     return {

@@ -44,6 +44,8 @@ from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.run.folder import refit_path
+from logitmix.trainer.run.results import START_STEP
+from logitmix.trainer.run.stages import chosen_run
 
 __all__ = ["Exported", "Logger", "Retriever", "compare", "evaluate", "export", "prepare", "recommend", "train"]
 
@@ -99,7 +101,8 @@ def train(
         say(sizes)
     path = path_of(run)
     results = loop.train(config, path, callbacks)
-    return shown_metrics(results, f"{refit_path(path) if config.train.refit else path}: {_of_step('test', results)}")
+    tested = refit_path(path) if config.train.refit else chosen_run(path)
+    return shown_metrics(results, f"{tested}: {_of_step('test', results)}")
 
 
 @quietly()
@@ -122,7 +125,7 @@ def evaluate(
 
 
 def _of_step(split: str, results: Mapping[str, float]) -> str:
-    return f"{split}, checkpoint of step {results['step']}"
+    return f"{split}, checkpoint of step {results.get(START_STEP, results['step'])}"
 
 
 @quietly()

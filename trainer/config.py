@@ -242,7 +242,8 @@ class TrainConfig:
     stop_after_epochs: float = 0.0
     """Stop earlier, after these epochs, with the learning rates of train.epochs; 0 trains all epochs."""
     minutes: float = 0.0
-    """Stop after this much training time (evaluation not counted); 0 trains all epochs."""
+    """Stop so that training ends after this much time with its evaluations and checkpoints, if the last evaluation
+    takes no longer than those before; 0 trains all epochs."""
     patience: int = 0
     """Stop after this many evaluations in a row without a better evaluate.metric on validation; 0 never stops early."""
     refit: bool = False

@@ -44,9 +44,9 @@ from logitmix.trainer.run.folder import (
     write_plan,
 )
 from logitmix.trainer.run.metrics import RunProgress, evaluations_since_best, peeked_best, still_rising
-from logitmix.trainer.run.results import beside_baselines, cold_targets, write_ranks, write_results
+from logitmix.trainer.run.results import beside_baselines, cold_targets, take_results, write_ranks, write_results
 from logitmix.trainer.run.saving import GOES_ON, Saver, or_continue, prune
-from logitmix.trainer.run.stages import epochs_of_refit, own_minutes, refit_config, source_of
+from logitmix.trainer.run.stages import ONE_STEP, better_start, epochs_of_refit, own_minutes, refit_config, source_of
 from logitmix.trainer.run.warm_start import require_fit, warm_start
 from logitmix.trainer.step.memory import give_back, set_up_memory
 from logitmix.trainer.step.pipeline import Pipeline
@@ -107,7 +107,8 @@ def _refit(run: Path, job: Job) -> dict[str, float]:
 
     def begin() -> Config:
         epochs = epochs_of_refit(run)
-        say(f"refit of {counted(epochs, 'epoch')}, on the validation actions too: {refit_path(run)}")
+        of = "one step, as no later one was better than the start" if epochs == ONE_STEP else counted(epochs, "epoch")
+        say(f"refit of {of}, on the validation actions too: {refit_path(run)}")
         return refit_config(run, epochs)
 
     return train_run(on_first_rank_at_length(begin, job.ranks), refit_path(run), job)
@@ -141,7 +142,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         done = checkpoint.restore(run, model, optimizer)
         prune(run, model)
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
-        if done.step == 0 and (source := source_of(run, config)):
+        if not begun and (source := source_of(run, config)):
             if seen:
                 job.say(on_first_rank_at_length(partial(_said_of_seen, seen, config, batches), ranks))
             job.say(
@@ -161,7 +162,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
             loggers.text("start", said)
             done = _steps(run, batches, model, optimizer, done, evaluation, job.stopping, loggers)
             # A checkpoint that somebody has edited may say that it took no time.
-            speed = {"examples_per_second": done.examples / max(done.seconds, 1e-6), "seconds": done.seconds}
+            speed = {"examples_per_second": done.examples / max(done.step_seconds, 1e-6), "seconds": done.seconds}
             results = (_test(run, model, evaluation, loggers) if evaluation else {"step": done.step}) | speed
             if config.train.projector:
                 write_projector(run, dataset, model)
@@ -244,13 +245,17 @@ def _steps(
         Saver(run, model, optimizer, stopping.progressed) as saver,
     ):
         finished = pipeline.step >= last or pipeline.out_of_time()
-        due = done.step > 0 and (finished or done.step % evaluate_every == 0)
+        # What a run starts from may be better than all that it trains. A later step is due if a signal ended the job
+        # before it was evaluated; without a validation part, it may have been.
+        due = (finished or done.step % evaluate_every == 0) if done.step else bool(config.warm_start or config.first)
         if due and evaluation and not done.validation and (config.data.validation or config.evaluate.peek_test):
-            # A signal ended the job before this step was evaluated; without a validation part, it may have done so.
             done = _evaluated(pipeline, evaluation, telemetry, done.step / batches.steps_per_epoch)
             if done.validation:
                 saver.save(done)
-        if finished and done.step:
+            finished = finished or pipeline.out_of_time()
+        # There is a checkpoint to test.
+        finished = finished and bool(done.step or done.validation)
+        if finished:
             over = "" if done.step >= last else ", and train.minutes are over"
             telemetry.say(f"nothing is left to train: {done.step:,} of {last:,} steps are done{over}")
         finished = finished or _out_of_patience(run, model, telemetry)
@@ -275,7 +280,7 @@ def _steps(
                 if evaluation and evaluating and not stopped:
                     with suppress(Stopped):
                         done = _evaluated(pipeline, evaluation, telemetry, epoch)
-                        finished = finished or _out_of_patience(run, model, telemetry)
+                        finished = finished or pipeline.out_of_time() or _out_of_patience(run, model, telemetry)
                     stopped = stopping.agreed()
                 if saving or done.validation or stopped:
                     saved = saver.save(done, wait=finished or stopped)
@@ -289,14 +294,17 @@ def _steps(
 
 def _evaluated(pipeline: Pipeline, evaluation: Evaluation, telemetry: Telemetry, epoch: float) -> RunProgress:
     """The progress after this step, with its metrics on validation, if there is a validation part. Collective."""
-    model, config = pipeline.model, pipeline.model.config
+    model, config, began = pipeline.model, pipeline.model.config, pipeline.clock.elapsed
+    validation: dict[str, float] = {}
     if config.evaluate.peek_test:
         peeked = evaluation("test", *model.evaluated())
         telemetry.log_evaluation("peeked", pipeline.step, epoch, peeked)
-    if not config.data.validation:
-        return pipeline.progress
-    validation = evaluation("validation", *model.evaluated())
-    telemetry.log_evaluation("validation", pipeline.step, epoch, validation)
+    if config.data.validation:
+        validation = evaluation("validation", *model.evaluated())
+        telemetry.log_evaluation("validation", pipeline.step, epoch, validation)
+    pipeline.reserve(pipeline.clock.elapsed - began)
+    # The progress then has the time of the slowest rank.
+    pipeline.out_of_time()
     return replace(pipeline.progress, validation=validation)
 
 
@@ -318,14 +326,27 @@ def _out_of_patience(run: Path, model: ParallelModel, telemetry: Telemetry) -> b
 
 def _test(run: Path, model: ParallelModel, evaluation: Evaluation, loggers: Loggers) -> dict[str, float]:
     """Metrics of the best checkpoint on the test items, and those beside them: computed once, at the end, and logged.
-    The checkpoint is loaded into the model."""
+    The run's best checkpoint is loaded into the model, also where that of its start is better and tested."""
+    config, ranks = model.config, model.ranks
     step = checkpoint.restore_best(run, model)
-    metrics, rank_U = evaluation.with_ranks("test", *model.evaluated())
-    if model.ranks.rank == 0:
-        write_ranks(run, rank_U, evaluation.raw_users("test"))
+    line = on_first_rank(lambda: better_start(run, config), ranks)
+    if line:
+        step, metrics = 0, on_first_rank(lambda: take_results(start_path(run), run), ranks)
+    else:
+        metrics, rank_U = evaluation.with_ranks("test", *model.evaluated())
+        if ranks.rank == 0:
+            write_ranks(run, rank_U, evaluation.raw_users("test"))
+        if step == 0:
+            line = (
+                f"no step of training is better in validation {config.evaluate.metric} than the start: the model as it "
+                "began (step 0) is tested, exported and refitted"
+            )
+    if line and ranks.rank == 0:
+        say(line)
+        loggers.text("test", line)
     beside = evaluation.baselines("test")
-    if model.config.evaluate.peek_test:
-        beside |= on_first_rank(lambda: peeked_best(run, model.config.evaluate.metric), model.ranks)
+    if config.evaluate.peek_test:
+        beside |= on_first_rank(lambda: peeked_best(run, config.evaluate.metric), ranks)
     loggers.row("test", step, metrics | beside)
     return metrics | beside | {"step": step}
 

@@ -1,6 +1,8 @@
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import two_ranks
@@ -17,6 +19,7 @@ from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths
 from logitmix.trainer.run.metrics import append_row, evaluations_since_best, read_rows
+from logitmix.trainer.step import pipeline
 from logitmix.trainer.stopping import Stopping
 
 
@@ -156,6 +159,36 @@ def test_a_run_that_ends_while_it_gets_better_says_so(tmp_path: Path, capsys: py
     assert said in capsys.readouterr().err
     train(small_config(data, settings | STILL), tmp_path / "still")
     assert said not in capsys.readouterr().err
+
+
+def with_slow_evaluations(config: Config, run: Path, seconds_by_rank: Sequence[float]) -> dict[str, float]:
+    """Trains by a clock on which an evaluation takes so many seconds, and all else next to nothing."""
+    now, evaluate = [0.0], Evaluation.__call__
+
+    def tick() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    def slow(evaluation: Evaluation, *arguments: Any) -> dict[str, float]:
+        now[0] += seconds_by_rank[evaluation.ranks.rank]
+        return evaluate(evaluation, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "time", SimpleNamespace(perf_counter=tick))
+        patch.setattr(Evaluation, "__call__", slow)
+        return train(config, run)
+
+
+def test_evaluations_count_as_training_time_on_all_ranks(tmp_path: Path) -> None:
+    """Of a minute, the third of three evaluations of 20 s would end too late, though rank 0 has time left."""
+    timed = {"train.minutes": 1.0, "train.epochs": 100, "train.precision": "fp32"}
+    config = small_config(write_dataset(tmp_path / "data"), timed)
+    alone = with_slow_evaluations(config, tmp_path / "alone", [20.0])
+    of_two = two_ranks.run(with_slow_evaluations, config, tmp_path / "two", [5.0, 20.0])
+    assert evaluated(tmp_path / "alone") == evaluated(tmp_path / "two") == [4, 8]
+    for results in (alone, *of_two):
+        assert 40 < results["seconds"] < 45
+        assert results["examples_per_second"] > 1000, "it is that of the steps alone"
 
 
 def test_an_evaluation_that_is_better_begins_the_count_anew(tmp_path: Path) -> None:

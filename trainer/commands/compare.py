@@ -23,7 +23,7 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     dataset: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATASET")]
     """Dataset directory."""
     minutes: float
-    """Training time of each method, evaluation not counted."""
+    """Time that each method trains, evaluations on validation included."""
     methods: tuple[Literal["dot", "mol", "hstu"], ...] = ("dot", "mol", "hstu")
     """Learned methods; the simple ones are always there."""
     seeds: int = 1

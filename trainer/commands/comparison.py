@@ -80,6 +80,7 @@ from logitmix.trainer.run.results import (
     write_ranks,
     write_results,
 )
+from logitmix.trainer.run.stages import chosen_run
 from logitmix.trainer.step.memory import set_up_memory
 from logitmix.trainer.stopping import Stopping
 
@@ -172,7 +173,7 @@ def compare(
         if ranks.rank == 0 and left:
             say(
                 f"{left} of {len(runs)} runs are to be trained: {counted(left * minutes, 'minute')}, "
-                "evaluation not counted"
+                "evaluations on validation included"
             )
         simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
         with Stopping(ranks, config.train.stop_seconds) as stopping:
@@ -431,9 +432,10 @@ def _simple_row(out: Path, name: str) -> dict[str, Any]:
 
 def _of_run(run: Path) -> dict[str, Any]:
     """What there is to say of one run."""
-    results, saved = read_results(run), load_saved(run)
-    metric, evaluations = saved.config.evaluate.metric, len(read_rows(run, "validation"))
-    if saved.config.first:
+    config, chosen = read_config(run), chosen_run(run)
+    results, saved = read_results(run), load_saved(chosen)
+    metric, evaluations = config.evaluate.metric, len(read_rows(run, "validation"))
+    if config.first:
         if not (start_path(run) / "results.json").is_file():
             raise ValueError(f"{start_path(run)} is gone, whose minutes count; remove {run}, and compare again")
         results["seconds"] += read_results(start_path(run))["seconds"]
@@ -441,7 +443,7 @@ def _of_run(run: Path) -> dict[str, Any]:
     results["parameters"] += sum(weight.numel() for weight in saved.tower.parameters())
     # A single evaluation does not tell.
     rising = bool(still_rising(run, metric)) if evaluations > 1 else None
-    return _row(run.name, True, results, evaluations_since_best(run, metric)[1]) | {
+    return _row(run.name, True, results, evaluations_since_best(chosen, metric)[1]) | {
         "step": results["step"],
         "evaluations": evaluations,
         "still_rising": rising,

@@ -51,7 +51,7 @@ def run(words: list[str]) -> None:
     with importing():
         from logitmix.trainer.evaluation.evaluate import evaluate_run
         from logitmix.trainer.run.results import cold_targets
-        from logitmix.trainer.run.stages import final_run
+        from logitmix.trainer.run.stages import chosen_run, final_run
 
     path, split = fetch_run(arguments.run), arguments.split
     results = evaluate_run(
@@ -65,7 +65,7 @@ def run(words: list[str]) -> None:
         arguments.want,
     )
     if is_main():
-        ranked = final_run(path) if split == "test" else path
+        ranked = final_run(path) if split == "test" else chosen_run(path)
         show_metrics(results, f"{ranked}: {split}, checkpoint of step {results['step']}", arguments.json)
         if line := cold_targets(results):
             say(f"{split}: {line}")

@@ -139,7 +139,7 @@ def _results(groups: Sequence[Group]) -> str:
     """All test metrics, a row each."""
     runs = [run for group in groups for run in group.runs]
     names = [name for run in runs for name in run.results]
-    elsewhere = ("recommended", "targets", "groups", "users", "corpus", "seconds", "step", *COMPARED_WITH)
+    elsewhere = ("recommended", "targets", "groups", "users", "corpus", "seconds", "step", "start", *COMPARED_WITH)
     names = [name for name in dict.fromkeys(names) if name.partition("/")[0] not in elsewhere]
     if not names:
         return section("Test metrics", "<p>No run has finished yet.</p>")

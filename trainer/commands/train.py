@@ -51,11 +51,14 @@ def run(words: list[str]) -> None:
     with importing():
         from logitmix.trainer.loop import train
         from logitmix.trainer.run.folder import refit_path
+        from logitmix.trainer.run.results import START_STEP
+        from logitmix.trainer.run.stages import chosen_run
 
     results = train(config, path)
     if is_main():
-        trained = refit_path(path) if config.train.refit else path
-        show_metrics(results, f"{trained}: test, checkpoint of step {results['step']}", arguments.json)
+        tested = refit_path(path) if config.train.refit else chosen_run(path)
+        step = results.get(START_STEP, results["step"])
+        show_metrics(results, f"{tested}: test, checkpoint of step {step}", arguments.json)
 
 
 def _words_of_refit(words: list[str]) -> list[str]:

@@ -47,7 +47,7 @@ from logitmix.trainer.progress import counting
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, require_same_dataset
-from logitmix.trainer.run.stages import final_run
+from logitmix.trainer.run.stages import chosen_run, final_run
 
 SAMPLE = 0
 """The seed of samples of users: one for all runs, which are compared by the same users."""
@@ -71,14 +71,14 @@ def evaluate_run(
     groups: Sequence[str] | None = None,
     want: str | None = None,
 ) -> dict[str, float]:
-    """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. On
-    the test part, of its refit if there is one.
+    """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. They
+    are of the run that was trained first if that is better, and on the test part of the refit if there is one.
 
     `exclude_history`, `users`, `groups` and `want` override the run's settings of these names.
     """
     require_threads("threads", threads)
     torch.set_num_threads(threads)
-    run = final_run(run) if split == "test" else run
+    run = final_run(run) if split == "test" else chosen_run(run)
     config = read_config(run)
     if split == "validation" and not config.data.validation:
         raise ValueError(f"{run} was trained on the validation actions; give --split test, or the run that chose them")

@@ -57,7 +57,14 @@ from logitmix.trainer.export.programs import (
 from logitmix.trainer.parallel.sharded_rows import own_range
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved
-from logitmix.trainer.run.folder import read_config, require_one_host, require_same_dataset, require_shared, upload_run
+from logitmix.trainer.run.folder import (
+    read_config,
+    require_one_host,
+    require_same_dataset,
+    require_shared,
+    start_path,
+    upload_run,
+)
 from logitmix.trainer.run.stages import final_run
 
 SHARD_BYTES = 2**28
@@ -110,9 +117,10 @@ def export(
     filterable: Collection[str] | None = None,
     catalog: Catalog | None = None,
 ) -> dict[str, Any]:
-    """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one) and
-    returns its manifest; alone, or under torchrun, where the ranks divide the shards. Without `item_cache` the shards
-    hold the items' rows and features, and the Retriever passes them through the item tower for each request.
+    """Writes a serving directory of a run's best checkpoint (or its last one; of its refit, if there is one, else of
+    the run trained first if that is better) and returns its manifest; alone, or under torchrun, where the ranks
+    divide the shards. Without `item_cache` the shards hold the items' rows and features, and the Retriever passes them
+    through the item tower for each request.
     `precision` is that of the item cache; INT8 is for MoL's components. `extras` are files for other servers, which
     rank 0 makes. An export that is replaced is kept beside it as the last of `keep` former ones, of as many as there
     are if None. Requests can filter by the columns `filterable` of the catalog's table, or without one of the dataset,
@@ -125,6 +133,8 @@ def export(
     require_one_host(out)
     writer.require_keepable(out, keep)
     final = final_run(run)
+    if which == "last" and final == start_path(run):
+        final = run
     config = read_config(final)
     dataset = load_dataset(config.data.path)
     require_same_dataset(final, dataset)

@@ -77,7 +77,7 @@ class Board(Logger):
             self.writer.close()
 
     def _add_results(self, results: Mapping[str, float]) -> None:
-        left_out = (*CONSTANT, "step", "seconds", *COMPARED_WITH)
+        left_out = (*CONSTANT, "step", "start", "seconds", *COMPARED_WITH)
         found = {name: float(value) for name, value in results.items() if name.partition("/")[0] not in left_out}
         tags = {f"metrics_test/{name}": value for name, value in found.items()}
         for tag, value in tags.items():

@@ -26,16 +26,17 @@ class Logger:
 
         run: the run directory, which exists.
         dataset: content of its dataset.json: name, users, items, actions, schema, …
-        done: the checkpoint that the run goes on from; `done.step` is 0 for a new run. An earlier process may have
-            logged rows of later steps: they come again.
+        done: the checkpoint that the run goes on from; `done.step` is 0 for a new run, or for one that has evaluated
+            what it starts from. An earlier process may have logged rows of later steps: they come again.
         """
 
     def row(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Metrics of a step, by the names in metrics.jsonl.
 
-        kind: "train" every train.log_every steps; "validation" after an evaluation; "peeked", the same on the test part
-            with evaluate.peek_test; "test" at the end, where `step` is that of the best checkpoint; "skipped" for a
-            step whose loss or gradients were not finite, with the rank and the list of the batch's users.
+        kind: "train" every train.log_every steps; "validation" after an evaluation (of step 0 for what a run starts
+            from); "peeked", the same on the test part with evaluate.peek_test; "test" at the end, where `step` is that
+            of the best checkpoint; "skipped" for a step whose loss or gradients were not finite, with the rank and the
+            list of the batch's users.
         """
 
     def text(self, name: str, text: str) -> None:
@@ -67,7 +68,7 @@ class Sent:
         """ValueError for a file that is damaged."""
         self.file = file
         self.id, self.steps = "", dict[str, int]()
-        if done.step and file.exists():
+        if (done.step or done.validation) and file.exists():
             found = parse_json(file.read_bytes(), str(file))
             try:
                 self.id, self.steps = str(found["run"]), {kind: int(step) for kind, step in found["steps"].items()}
@@ -80,7 +81,7 @@ class Sent:
         self._write()
 
     def is_new(self, kind: str, step: int) -> bool:
-        return step > self.steps.get(kind, 0)
+        return step > self.steps.get(kind, -1)
 
     def note(self, kind: str, step: int) -> None:
         self.steps[kind] = step

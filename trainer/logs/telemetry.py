@@ -82,7 +82,6 @@ class Telemetry:
                 self.say(f"continuing {run} after step {done.step}")
 
     def __enter__(self) -> "Telemetry":
-        self.pace.start()
         self.line_at = time.monotonic()
         if self.main and self.has_bar:
             self.bar.start()
@@ -111,7 +110,7 @@ class Telemetry:
             self._log_training(pipeline, pipeline.wire_counts, epoch)
         if not self.main:
             return
-        self.line = self.pace.line(pipeline.step, pipeline.clock.total, epoch, self.shown)
+        self.line = self.pace.line(pipeline.step, pipeline.clock.elapsed, epoch, self.shown)
         self.bar.update(self.task, completed=pipeline.step, description=self.line)
         since = time.monotonic() - self.line_at
         if self.in_notebook and since >= NOTEBOOK_SECONDS:
@@ -218,23 +217,18 @@ class Pace:
     def __init__(self, config: TrainConfig, done: RunProgress, total_steps: int, minutes: float = math.inf) -> None:
         self.done, self.total_steps, self.minutes = done, total_steps, minutes
         self.epochs = math.ceil(config.stop_after_epochs or config.epochs)
-        self.start()
 
-    def start(self) -> None:
-        self.started = time.monotonic()
-
-    def line(self, step: int, trained: float, epoch: float, shown: str) -> str:
-        """Call after a step of this process; `trained` are the run's seconds in steps so far. The remaining time
+    def line(self, step: int, spent: float, epoch: float, shown: str) -> str:
+        """Call after a step of this process; `spent` are the run's wall-clock seconds so far. The remaining time
         includes evaluation and checkpoints, at their share so far."""
-        elapsed, spent = time.monotonic() - self.started, trained - self.done.seconds
-        of_steps = (self.total_steps - step) * spent / (step - self.done.step)
-        of_time = max(0.0, self.minutes * 60 - trained)
+        elapsed = spent - self.done.seconds
+        of_steps = (self.total_steps - step) * elapsed / (step - self.done.step)
+        of_time = max(0.0, self.minutes * 60 - spent)
         place = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.total_steps:,}"
         if of_time < of_steps:
             # The minutes end the run before it comes there.
             place = f"epoch {math.ceil(epoch)}  step {step:,}"
-        left = min(of_steps, of_time) * elapsed / spent
-        return f"{place}  {shown}{_clock(elapsed)} elapsed  {_clock(left)} remaining"
+        return f"{place}  {shown}{_clock(elapsed)} elapsed  {_clock(min(of_steps, of_time))} remaining"
 
 
 def _clock(seconds: float) -> str:

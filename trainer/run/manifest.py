@@ -18,7 +18,7 @@ No rank has more of a table in memory than its own rows: files are written in bl
 import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from logitmix.trainer.parallel.parallelize import ParallelModel
 
 MANIFEST = "checkpoint.json"
-FORMAT = Checked("logitmix checkpoint", 5)
+FORMAT = Checked("logitmix checkpoint", 6)
 
 
 def part_name(number: int, count: int) -> str:
@@ -48,6 +48,7 @@ class Manifest:
 
     step: int
     seconds: float
+    step_seconds: float
     examples: int
     skipped: int
     validation: dict[str, float]
@@ -58,7 +59,8 @@ class Manifest:
 
     def __post_init__(self) -> None:
         require(self.step >= 0, "step", self.step, "0 or more")
-        require(0 <= self.seconds <= LARGEST, "seconds", self.seconds, "0 or more and finite")
+        for name in ("seconds", "step_seconds"):
+            require(0 <= getattr(self, name) <= LARGEST, name, getattr(self, name), "0 or more and finite")
         require(self.examples >= 0, "examples", self.examples, "0 or more")
         require(0 <= self.skipped <= self.step, "skipped", self.skipped, f"from 0 to the step, {self.step}")
         for name, value in self.validation.items():
@@ -72,7 +74,7 @@ class Manifest:
 
     @property
     def progress(self) -> RunProgress:
-        return RunProgress(self.step, self.seconds, self.examples, self.validation, self.skipped)
+        return RunProgress(**{entry.name: getattr(self, entry.name) for entry in fields(RunProgress)})
 
 
 def described(model: "ParallelModel", progress: RunProgress) -> dict[str, Any]:

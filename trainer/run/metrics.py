@@ -18,14 +18,20 @@ EVALUATIONS = ("validation", "peeked")
 
 @dataclass(frozen=True)
 class RunProgress:
-    """A run's progress: steps done, seconds spent in them, examples (positions) seen, validation metrics at this step
-    (if it was evaluated), and how many of the steps were skipped: no weight moved."""
+    """How far a run has come."""
 
     step: int = 0
+    """Steps that are done."""
     seconds: float = 0.0
+    """Wall-clock seconds of training, with its evaluations and checkpoints: those that train.minutes limit."""
     examples: int = 0
+    """Examples (positions) seen."""
     validation: dict[str, float] = field(default_factory=dict)
+    """Metrics on validation at this step, if it was evaluated."""
     skipped: int = 0
+    """How many of the steps were skipped: no weight moved."""
+    step_seconds: float = 0.0
+    """Seconds in the steps alone."""
 
 
 def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:

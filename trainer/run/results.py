@@ -31,6 +31,9 @@ def beside_baselines(results: Mapping[str, float], labels: Mapping[str, str] = B
     return "; ".join(f"{how} at {', '.join(metrics)}" for how, metrics in sorted(said.items()))
 
 
+START_STEP = "start/step"
+"""In the results of a run whose start is better on validation: the step of the start's checkpoint, which these results
+are of. Their own step is 0."""
 COLD = 0.1
 """Share of the targets without a training action from which on it is said."""
 
@@ -58,12 +61,25 @@ def read_results(run: Path) -> Fields:
     found = require_numbers(parse_json(read_checksummed(path), where), where, ("penalties_tried",), ("validation",))
     if not found:
         raise ValueError(f"{path} has no numbers")
-    require_counts(found, where, "step", "users", "corpus", "parameters", "fitted_users", "of_users")
+    require_counts(found, where, "step", START_STEP, "users", "corpus", "parameters", "fitted_users", "of_users")
     require_shares(found, where)
     require_shares(found.get("validation", {}), f"{where}: validation")
     for name in ("seconds", "examples_per_second"):
         require(0 <= found.get(name, 0) < math.inf, f"{where}: {name}", found.get(name), "0 or more and finite")
     return found
+
+
+def take_results(start: Path, run: Path) -> dict[str, float]:
+    """Copies the ranks of a run's test to the run that started from it, whose results are to be these.
+
+    Returns:
+        The metrics of the test, and the step of the checkpoint that was tested as START_STEP.
+    """
+    write_ranks(run, read_ranks(start), read_test_users(start))
+    results = read_results(start)
+    others = ("step", "seconds", "examples_per_second")
+    metrics = {name: value for name, value in results.items() if name not in others}
+    return metrics | {START_STEP: results["step"]}
 
 
 def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:

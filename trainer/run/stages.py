@@ -9,15 +9,56 @@ from logitmix.common.storage import fetch_run, place_of
 from logitmix.trainer.config import Config, with_settings, with_start
 from logitmix.trainer.run.folder import read_config, recorded_dataset, refit_path, start_path
 from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
-from logitmix.trainer.run.results import read_results
+from logitmix.trainer.run.results import START_STEP, read_results
+
+ONE_STEP = 1e-6
+"""Epochs of a refit of a run whose best checkpoint is that before its first step: a run has at least one step."""
+
+
+def chosen_run(run: Path) -> Path:
+    """Returns the run that has the checkpoint which was chosen on validation for a finished run: the run itself, or the
+    run that was trained first, if none of the run's own checkpoints is as good.
+
+    Raises:
+        ValueError: The run that was trained first is gone, but its checkpoint was chosen.
+    """
+    start = start_path(run)
+    if not (run / "results.json").is_file() or not read_config(run).first or START_STEP not in read_results(run):
+        return run
+    if not (start / "config.toml").is_file():
+        raise ValueError(f"{start} is gone, whose checkpoint is better on validation than those of {run}; restore it")
+    return start
+
+
+def better_start(run: Path, config: Config) -> str:
+    """Returns one line if the run that was trained first is better on validation than every checkpoint of a run, and
+    else nothing. Figures of other users, or by other rules, are not compared.
+
+    Raises:
+        ValueError: As `chosen_run` does.
+    """
+    start, metric = start_path(run), config.evaluate.metric
+    if not config.first or (chosen_run(run) == run and not (start / "config.toml").is_file()):
+        return ""
+    rules = read_config(start).evaluate
+    if any(getattr(rules, name) != getattr(config.evaluate, name) for name in ("exclude_history", "users", "want")):
+        return ""
+    _, own = evaluations_since_best(run, metric)
+    _, first = evaluations_since_best(start, rules.metric)
+    if not own or not first or own[metric] >= first[metric]:
+        return ""
+    return (
+        f"the start is better: validation {metric} is {first[metric]:.4f} in {start}, and at best {own[metric]:.4f} "
+        f"here (step {own['step']:,}); its checkpoint, of step {first['step']:,}, is tested, exported and refitted"
+    )
 
 
 def final_run(run: Path) -> Path:
-    """The run whose model is to be used: the refit of a run, if there is one. ValueError if it is not finished, or if
-    the run has been trained on and another epoch is the best since."""
+    """The run whose model is to be used: the refit of a run, if there is one, or else that of `chosen_run`. ValueError
+    if the refit is not finished, or if the run has been trained on and another epoch is the best since."""
     refit = refit_path(run)
     if not (refit / "config.toml").is_file():
-        return run
+        return chosen_run(run)
     epochs_of_refit(run)
     if not (refit / "results.json").is_file():
         raise ValueError(f"{refit} is not finished: go on with `logitmix train --refit {run}`, or remove it")
@@ -25,13 +66,15 @@ def final_run(run: Path) -> Path:
 
 
 def epochs_of_refit(run: Path) -> float:
-    """The epochs after which the run was best on validation. ValueError if it was not evaluated there, and if there is
-    a refit of other epochs, of another model or dataset."""
-    config, refit = read_config(run), refit_path(run)
-    _, best = evaluations_since_best(run, config.evaluate.metric)
+    """The epochs after which the run that `chosen_run` returns was best on validation, ONE_STEP if that was before its
+    first step. ValueError if it was not evaluated there, and if there is a refit of other epochs, of another model or
+    dataset."""
+    chosen, refit = chosen_run(run), refit_path(run)
+    config = read_config(chosen)
+    _, best = evaluations_since_best(chosen, config.evaluate.metric)
     if not best:
         raise ValueError(f"{run} was never evaluated on validation; train it first, with evaluate.every_epochs")
-    epochs = float(best["epoch"])
+    epochs = float(best["epoch"]) or ONE_STEP
     if (refit / "config.toml").is_file():
         before = read_config(refit)
         anew = f"remove {refit}, then `logitmix train --refit {run}` trains it anew"
@@ -46,9 +89,10 @@ def epochs_of_refit(run: Path) -> float:
 
 def refit_config(run: Path, epochs: float) -> Config:
     """The settings of the refit of a run whose best checkpoint was that after these epochs: the learning rates of the
-    run, without its limits of time and patience. If another run is trained first, the refit of that one is trained
-    first, too. A warm start is taken from the refit of the run that it names, if there is one. ValueError if that refit
-    is not finished."""
+    run that `chosen_run` returns, without its limits of time and patience. If another run is trained first, the refit
+    of that one is trained first, too. A warm start is taken from the refit of the run that it names, if there is one.
+    ValueError if that refit is not finished."""
+    run = chosen_run(run)
     config = read_config(run)
     refit = _without_validation(config, run, epochs)
     if first := config.first:
@@ -71,7 +115,7 @@ def _without_validation(config: Config, run: Path, epochs: float) -> Config:
 def source_of(run: Path, config: Config) -> Path | None:
     """The run whose weights a run with these settings starts from; None if it starts from random ones."""
     if config.warm_start:
-        return fetch_run(config.warm_start)
+        return chosen_run(fetch_run(config.warm_start))
     return start_path(run) if config.first else None
 
 

@@ -39,11 +39,22 @@ the encoder and the sum of gradients over ranks."""
 
 
 class Clock:
-    """Seconds of this rank in each phase since `pop`, and in all phases since the run began."""
+    """Seconds of this rank: in each phase since `pop`, in the phases of all steps (`in_steps`), and of wall time."""
 
-    def __init__(self, device: torch.device, total: float) -> None:
-        self.device, self.total, self.exact = device, total, False
+    def __init__(self, device: torch.device, elapsed: float = 0.0, in_steps: float = 0.0) -> None:
+        """`elapsed` and `in_steps`: what an earlier process has spent on the run."""
+        self.device, self.in_steps, self.exact = device, in_steps, False
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.elapsed = elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Wall-clock seconds of the run's training so far, whatever they were spent on."""
+        return time.perf_counter() - self._began
+
+    @elapsed.setter
+    def elapsed(self, seconds: float) -> None:
+        self._began = time.perf_counter() - seconds
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -55,7 +66,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
         spent = time.perf_counter() - start
         self.seconds[phase] += spent
-        self.total += spent
+        self.in_steps += spent
 
     def pop(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
@@ -97,8 +108,11 @@ class Pipeline:
     """Norm of the dense gradients."""
     total_norm: Tensor | None
     """Norm of all gradients, including the rows', before clipping; None without clipping."""
+    reserved: float
+    """Seconds of the run's minutes that are kept for the evaluation at the end."""
     time_passed: float
-    """The share of the run's minutes that had passed when `out_of_time` was last asked; 0 without a limit."""
+    """The share of the run's minutes, but for what is reserved, that had passed when `out_of_time` was last asked; 0
+    without a limit."""
     learning_rates: dict[str, float]
     wire_counts: Tensor | None
     """The result of `Wire.pop_counts`, if the step is logged."""
@@ -113,12 +127,12 @@ class Pipeline:
         minutes: float = inf,
     ) -> None:
         """`make_batch` returns this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
-        is the run's progress so far, and `minutes` what it has for training in all."""
+        is the run's progress so far, and `minutes` what it has for training in all, evaluations included."""
         done = done or RunProgress()
         self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
         self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
-        self.clock = Clock(model.ranks.device, done.seconds)
-        self.minutes, self.time_passed = minutes, 0.0
+        self.clock = Clock(model.ranks.device, done.seconds, done.step_seconds)
+        self.minutes, self.reserved, self.time_passed = minutes, 0.0, 0.0
         self.state: State = "no rows sent"
         self.broken_rank, self._in_a_row = -1, 0
         device = model.ranks.device
@@ -146,7 +160,9 @@ class Pipeline:
     @property
     def progress(self) -> RunProgress:
         """The run's progress, after a step."""
-        return RunProgress(self.step, self.clock.total, self.examples, skipped=self.skipped)
+        return RunProgress(
+            self.step, self.clock.elapsed, self.examples, skipped=self.skipped, step_seconds=self.clock.in_steps
+        )
 
     @property
     def logged(self) -> bool:
@@ -255,13 +271,18 @@ class Pipeline:
         if step := largest(first, self.model.ranks):
             raise ValueError(_not_finite(f"step {step}"))
 
+    def reserve(self, seconds: float) -> None:
+        """Keeps time for the evaluation at the end: as much as the longest one so far took on any rank. Collective."""
+        if self.minutes < inf:
+            self.reserved = max(self.reserved, largest(round(seconds * 1000), self.model.ranks) / 1000)
+
     def out_of_time(self) -> bool:
-        """Whether the run has used up its minutes, on any rank. The time of the slowest rank becomes that of all, which
-        the learning rates follow. Collective."""
-        if (limit := self.minutes * 60_000) < inf:
-            milliseconds = largest(round(self.clock.total * 1000), self.model.ranks)
+        """Returns whether the run has used up its minutes on any rank, with evaluations and checkpoints, but for what
+        is reserved. The time of the slowest rank becomes that of all, which the learning rates follow. Collective."""
+        if (limit := (self.minutes * 60 - self.reserved) * 1000) < inf:
+            milliseconds = largest(round(self.clock.elapsed * 1000), self.model.ranks)
             # A checkpoint has rank 0's time: if it were less, a run whose minutes are used up could be trained on.
-            self.clock.total = milliseconds / 1000
+            self.clock.elapsed = milliseconds / 1000
             self.time_passed = milliseconds / max(1.0, limit)
         return self.time_passed >= 1
 

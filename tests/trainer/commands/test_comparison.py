@@ -223,7 +223,7 @@ def test_each_seed_has_a_run_and_what_is_done_stays(
     cli.main([*words, "--seeds", "2"])
     said = capsys.readouterr()
     assert trained == ["dot", "mol", "dot-1", "mol-1"]
-    assert "4 of 4 runs are to be trained: 20 minutes, evaluation not counted" in said.err
+    assert "4 of 4 runs are to be trained: 20 minutes, evaluations on validation included" in said.err
     assert "[4/4] MoL, seed 1, trains for 5 minutes, run directory" in said.err
     found = json.loads((out / "compare.json").read_text())
     for method in ("dot", "mol"):

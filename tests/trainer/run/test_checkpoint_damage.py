@@ -44,7 +44,7 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
     (without("step"), f"{FILE}: step is missing"),
     (set_("step", -1), f"{FILE}: step is -1; it must be 0 or more"),
     (set_("step", 10**9), f"{FILE}: step is 1000000000, but the folder is step-12"),
-    (set_("format_version", 2), f"{FILE}: format_version is 2, and this logitmix reads 5"),
+    (set_("format_version", 2), f"{FILE}: format_version is 2, and this logitmix reads 6"),
     (set_("seconds", float("nan")), f"{FILE}: seconds is nan; it must be 0 or more and finite"),
     (set_("skipped", 13), f"{FILE}: skipped is 13; it must be from 0 to the step, 12"),
     (set_("validation/hr@10", float("inf")), f"{FILE}: validation.hr@10 is inf; it must be finite"),

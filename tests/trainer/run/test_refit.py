@@ -58,6 +58,7 @@ def test_it_trains_for_the_epochs_of_the_best_checkpoint(tmp_path: Path) -> None
 def test_rates_that_fell_with_the_time_fall_over_as_many_epochs(tmp_path: Path) -> None:
     data, run = write_dataset(tmp_path / "data"), tmp_path / "run"
     timed = {"train.epochs": 9000, "train.minutes": 0.02, "train.schedule": "linear", "train.log_every": 1}
+    timed |= {"evaluate.every_epochs": 1000}
     train(small_config(data, FP32 | timed | {"train.refit": True}), run)
     rates = [row["learning_rate/dense"] for row in read_rows(run, "train")]
     assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]

@@ -48,7 +48,7 @@ from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths, remove_run, require_one_host, run_lock
 from logitmix.trainer.run.metrics import RunProgress, read_rows
-from logitmix.trainer.run.results import read_test_users
+from logitmix.trainer.run.results import read_results, read_test_users
 from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.run.stages import final_run
 
@@ -551,8 +551,9 @@ def test_a_run_that_is_trained_first_there(bucket: Memory, capsys: pytest.Captur
     assert f"warm start from {RUN}/start, step" in capsys.readouterr().err
     bucket.host("a third one")
     run = fetch_run(RUN)
-    assert load_saved(final_run(run)).step == 4 and load_saved(run / "refit" / "start").step in (4, 8)
-    assert [row["step"] for row in read_rows(run / "start", "validation")] == [4, 8]
+    assert load_saved(final_run(run)).step == read_results(run / "refit")["step"]
+    assert load_saved(run / "refit" / "start").step in (4, 8)
+    assert [[row["step"] for row in read_rows(of, "validation")] for of in (run / "start", run)] == [[4, 8], [0, 4]]
 
 
 def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import interrupted, small_config, write_dataset
+from small_data import interrupted, made_run, small_config, write_dataset
 
 from logitmix.trainer import cli, loop
 from logitmix.trainer.config import (
@@ -25,11 +25,13 @@ from logitmix.trainer.config import (
     with_settings,
     with_start,
 )
+from logitmix.trainer.evaluation.evaluate import evaluate_run
+from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths, read_config
 from logitmix.trainer.run.metrics import read_rows
-from logitmix.trainer.run.stages import final_run, own_minutes
+from logitmix.trainer.run.stages import better_start, final_run, own_minutes
 from logitmix.trainer.step.pipeline import Pipeline
 
 BOTH = {"train.precision": "fp32", "evaluate.baselines": False, "train.epochs": 2, "train.schedule": "cosine"}
@@ -190,7 +192,7 @@ def test_a_refit_stays_that_of_a_run_that_is_trained_on(tmp_path: Path, monkeypa
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     settings = BOTH | START | {"train.schedule": "constant", "train.refit": True}
     results = train(small_config(data, settings), run)
-    best = dict(read_rows(run, "validation")[0])
+    best = dict(read_rows(run, "validation")[1])
     monkeypatch.setattr("logitmix.trainer.run.stages.evaluations_since_best", lambda *_: (3, best))
     shutil.rmtree(run / "refit")
     results = train(small_config(data, settings), run)
@@ -221,12 +223,14 @@ def test_each_has_half_of_the_minutes(tmp_path: Path, monkeypatch: pytest.Monkey
     clock = SimpleNamespace(perf_counter=itertools.count(0, 0.02).__next__)
     monkeypatch.setattr("logitmix.trainer.step.pipeline.time", clock)
     timed = BOTH | START | {"train.epochs": 9000, "train.minutes": 0.06, "train.log_every": 1}
+    timed |= {"evaluate.every_epochs": 1000}
     train(small_config(write_dataset(tmp_path / "data"), timed | {"train.schedule": "linear"}), run)
     for each in (run / "start", run):
         rates = [row["learning_rate/dense"] for row in read_rows(each, "train")]
         assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[0]
     spent = [json.loads((each / "results.json").read_text())["seconds"] for each in (run / "start", run)]
-    assert 1.8 <= spent[0] < 2 and 3.6 <= sum(spent) < 4
+    # The evaluation before the first step has shown how long the last one will take; the start has none.
+    assert 1.8 <= spent[0] < 2.2 and 3.4 <= sum(spent) < 4.2
 
 
 def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) -> None:
@@ -240,7 +244,7 @@ def test_time_that_the_first_run_has_left_is_for_the_run_itself(tmp_path: Path) 
     train(small_config(data, settings | {"train.epochs": 1}), run)
     # None is left: it ends before another step.
     train(small_config(data, settings | {"train.epochs": 9, "train.minutes": 1e-6}), run)
-    assert [row["step"] for row in read_rows(run, "validation")] == [4]
+    assert [row["step"] for row in read_rows(run, "validation")] == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -275,6 +279,124 @@ def test_a_first_run_keeps_its_precision(tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     train(small_config(data, settings | {"train.precision": "bf16"}), run)
     assert read_config(run).train.precision == "bf16" and read_config(run / "start").train.precision == "fp32"
+
+
+# A run that can only lose: a similarity that begins at random and learns nothing.
+LOSES = {"model.similarity.kind": "mlp", "tables.lr": 1e-20, "dense.lr": 1e-20, "evaluate.metric": "mrr"}
+WINS = {"start.tables.lr": 0.03, "start.dense.lr": 0.003, "start.model.similarity.kind": "dot"}
+
+
+def validation(run: Path) -> dict[int, float]:
+    """MRR on validation, by step."""
+    return {row["step"]: row["mrr"] for row in read_rows(run, "validation")}
+
+
+def test_a_start_that_is_better_than_the_run_is_what_the_run_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    config = small_config(data, BOTH | WINS | LOSES)
+    results = train(config, run)
+    own, of_start = validation(run), validation(run / "start")
+    best = max(of_start, key=of_start.__getitem__)
+    assert list(own) == [0, 4, 8] and max(own.values()) < of_start[best]
+    assert (
+        f"the start is better: validation mrr is {of_start[best]:.4f} in {run}/start, and at best "
+        f"{max(own.values()):.4f} here (step 0); its checkpoint, of step {best}, is tested, exported and refitted\n"
+    ) in capsys.readouterr().err
+    assert (results["step"], results["start/step"]) == (0, best)
+    assert [row["step"] for row in read_rows(run, "test")] == [0]
+    for name in ("test_ranks.json", "test_users.json"):
+        assert (run / name).read_bytes() == (run / "start" / name).read_bytes()
+    assert final_run(run) == run / "start"
+    for split, of_split in (("test", results), ("validation", {"mrr": of_start[best]})):
+        found = evaluate_run(run, split, None, None, "cpu", 1)
+        assert (found["step"], found["mrr"]) == (best, of_split["mrr"])
+
+    def exported(name: str, **options: Any) -> str:
+        export(run, tmp_path / name, **options)
+        kind: str = json.loads((tmp_path / name / "manifest.json").read_text())["model"]["similarity"]["kind"]
+        return kind
+
+    assert exported("best") == "dot" and exported("last", which="last") == "mlp"
+    # A run that starts from this one starts from what it gives.
+    train(small_config(data, BOTH | DOT | {"warm_start": str(run), "train.epochs": 1}), tmp_path / "next")
+    assert f"warm start from {run}/start, step {best}:" in capsys.readouterr().err
+    assert train(config, run) == results
+
+    refitted = train(small_config(data, BOTH | WINS | LOSES | {"train.refit": True}), run)
+    refit = read_config(run / "refit")
+    assert refit.first is None and refit.model.similarity.kind == "dot" and not refit.data.validation
+    assert final_run(run) == run / "refit" and refitted["step"] == best and "start/step" not in refitted
+    shutil.rmtree(run / "refit")
+    (run / "start").rename(tmp_path / "gone")
+    for use in (lambda: exported("other"), lambda: train(config, run)):
+        with pytest.raises(ValueError, match=r"run/start is gone, whose checkpoint is better on validation than those"):
+            use()
+
+
+def test_what_a_run_begins_as_is_its_best_checkpoint_where_training_makes_it_worse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one rank and on two: of the same model, the start and step 0 are equal."""
+    data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
+    harmful = {"tables.lr": 3.0, "dense.lr": 3.0, "evaluate.metric": "mrr", "train.refit": True}
+    gentle = {"start.tables.lr": 0.03, "start.dense.lr": 0.003}
+    config = small_config(data, BOTH | gentle | harmful)
+    train(config, run)
+    own, of_start = validation(run), validation(run / "start")
+    assert own[0] == max(of_start.values()) > max(own[4], own[8])
+    said = capsys.readouterr().err
+    assert "no step of training is better in validation mrr than the start: the model as it began (step 0) is" in said
+    assert "refit of one step, as no later one was better than the start, on the validation actions too" in said
+    assert metrics(run)["step"] == load_saved(run).step == 0 and metrics(run / "refit")["step"] == 1
+    assert metrics(run)["mrr"] == metrics(run / "start")["mrr"] and final_run(run) == run / "refit"
+    of_two = two_ranks.run(train, config, tmp_path / "two")
+    assert of_two[0]["step"] == of_two[1]["step"] == 1 and metrics(tmp_path / "two")["step"] == 0
+
+
+def test_a_run_that_is_killed_after_its_first_evaluation_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, first, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "first", tmp_path / "run"
+    train(small_config(data, BOTH | DOT), first)
+    config = small_config(data, BOTH | {"warm_start": str(first)})
+    train(config, tmp_path / "undisturbed")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        killed_at(1, patch)
+        train(config, run)
+    assert [path.name for path in checkpoint_paths(run)] == ["step-0"]
+    capsys.readouterr()
+    train(config, run)
+    assert "warm start" not in capsys.readouterr().err and same(run, tmp_path / "undisturbed")
+    assert read_rows(run, "validation") == read_rows(tmp_path / "undisturbed", "validation")
+
+
+@pytest.mark.parametrize(
+    ("of_start", "settings", "better"),
+    [
+        ([0.1, 0.3], {}, True),
+        ([0.1, 0.2], {}, False),
+        ([0.3], {"start.evaluate.users": 9}, False),
+        ([0.3], {"start.evaluate.exclude_history": "no"}, False),
+        ([], {}, False),
+        # Its own metric chooses its checkpoint: that of step 1, whose hr@10 is lower.
+        ([0.1, 0.3], {"start.evaluate.metric": "mrr"}, False),
+    ],
+)
+def test_a_start_is_compared_by_the_same_rules(
+    tmp_path: Path, of_start: list[float], settings: dict[str, Any], better: bool
+) -> None:
+    config = small_config(tmp_path, BOTH | START | settings)
+    made_run(tmp_path / "run", [{"kind": "validation", "step": 4, "hr@10": 0.2, "mrr": 0.1}], BOTH | START | settings)
+    rows = [
+        {"kind": "validation", "step": step, "hr@10": value, "mrr": 0.9 / step}
+        for step, value in enumerate(of_start, start=1)
+    ]
+    assert config.first
+    made_run(tmp_path / "run" / "start", rows, {})
+    (tmp_path / "run" / "start" / "config.toml").write_text(dump_toml(config.first))
+    assert bool(better_start(tmp_path / "run", config)) == better
 
 
 @pytest.mark.parametrize("before", [{}, START, {"start.model.similarity.kind": "dot"}, START | KNOWN])

@@ -1,4 +1,6 @@
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,14 +246,15 @@ def test_the_time_of_a_run_is_that_of_the_slowest_rank(data: Path, monkeypatch: 
         assert pipeline.out_of_time()
 
 
-def test_the_clock_counts_phases_and_the_whole_run() -> None:
-    clock = Clock(torch.device("cpu"), total=100.0)
+def test_the_clock_counts_phases_and_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0.0, 0.25).__next__
+    monkeypatch.setattr(pipelining, "time", SimpleNamespace(perf_counter=now))
+    clock = Clock(torch.device("cpu"), elapsed=200.0, in_steps=100.0)
     for _ in range(2):
         with clock("forward"):
             sum(range(20_000))
     seconds = clock.pop()
     assert set(seconds) == set(PHASES)
-    assert 0 < seconds["forward"] < 10
-    assert seconds["backward"] == 0
-    assert clock.total == 100.0 + seconds["forward"]
+    assert (seconds["forward"], seconds["backward"]) == (0.5, 0)
+    assert clock.in_steps == 100.5 and clock.elapsed == 201.25  # what is done between the phases counts, too
     assert set(clock.pop().values()) == {0.0}
