@@ -38,7 +38,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine, words_of
-from logitmix.trainer.data.sources.demo import DemoParameters, generate
+from logitmix.trainer.prepare.sources.demo import DemoParameters, generate
 from logitmix.trainer.run.metrics import evaluations_since_best
 from logitmix.trainer.run.stages import chosen_run
 

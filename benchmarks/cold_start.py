@@ -42,11 +42,11 @@ from logitmix.trainer.config import DataConfig
 from logitmix.trainer.data.batches import split_by_time
 from logitmix.trainer.data.columns import ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.raw import SideTable
-from logitmix.trainer.data.sources.demo import FIRST_TIME, DemoParameters, generate
-from logitmix.trainer.data.sources.demo_features import of_items
-from logitmix.trainer.data.sources.demo_shop import EVENTS, WEEK, ShopParameters
-from logitmix.trainer.data.sources.demo_shop import generate as generate_shop
+from logitmix.trainer.prepare.sources.demo import FIRST_TIME, DemoParameters, generate
+from logitmix.trainer.prepare.sources.demo_features import of_items
+from logitmix.trainer.prepare.sources.demo_shop import EVENTS, WEEK, ShopParameters
+from logitmix.trainer.prepare.sources.demo_shop import generate as generate_shop
+from logitmix.trainer.prepare.tables import SideTable
 
 K, COLD_SHARE, LENGTH = 50, 0.1, 100
 SCHEMA = '[features.genres]\nkind = "ids"\n\n[features.year]\nkind = "id"\n'

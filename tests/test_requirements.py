@@ -72,7 +72,7 @@ def test_the_image_for_serving_installs_what_it_needs_with_hashes_and_no_arrow(t
         pins |= locked(file.replace("$TORCH", torch)).keys()
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
     needed = list(map(Requirement, project["dependencies"] + project["optional-dependencies"]["serve"]))
-    packages = {"pyarrow"}  # which serving does not import
+    packages = {"duckdb", "pyarrow"}  # which serving does not import
     while needed:
         wanted = needed.pop()
         name = canonicalize_name(wanted.name)
@@ -80,7 +80,7 @@ def test_the_image_for_serving_installs_what_it_needs_with_hashes_and_no_arrow(t
             continue
         packages.add(name)
         needed += map(Requirement, distribution(name).requires or [])
-    assert packages - {"pyarrow"} <= pins
+    assert packages - {"duckdb", "pyarrow"} <= pins
     unneeded = {name for name in pins - packages if not name.startswith(("cuda-", "nvidia-", "triton"))}
     assert not unneeded
     assert {"fastapi", "numpy", "safetensors", "torch", "uvicorn"} <= pins

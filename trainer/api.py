@@ -34,14 +34,14 @@ from logitmix.trainer.commands import comparison
 from logitmix.trainer.commands.sizing import load_sized, settled
 from logitmix.trainer.commands.tables import Shown, shown_metrics
 from logitmix.trainer.config import with_settings
-from logitmix.trainer.data import prepare as preparing
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.summary import summarize
 from logitmix.trainer.evaluation import evaluate as evaluation
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.export import recommend as recommending
 from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.logs.logger import Logger
+from logitmix.trainer.prepare import prepare as preparing
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.summary import summarize
 from logitmix.trainer.quiet import quietly
 from logitmix.trainer.run.folder import refit_path
 from logitmix.trainer.run.results import START_STEP

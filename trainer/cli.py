@@ -30,7 +30,7 @@ from logitmix.launch.processes import (
 )
 from logitmix.trainer.commands.flags import take_imports
 from logitmix.trainer.config import recipe_names
-from logitmix.trainer.data.registry import SOURCES
+from logitmix.trainer.prepare.registry import SOURCES
 from logitmix.trainer.quiet import quietly
 
 COMMANDS = (

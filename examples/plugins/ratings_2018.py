@@ -1,26 +1,28 @@
-"""A source: Amazon's ratings of 2018, lines `item,user,rating,timestamp` without a header.
+"""A source: Amazon's ratings of 2018, whose lines are item,user,rating,timestamp.
 
-logitmix prepare ratings-2018 --import ratings_2018.py --source FILE
+logitmix prepare ratings-2018 --import ratings_2018.py --source ratings.csv --out data/ratings
 """
 
-from rich.progress import Progress
+from dataclasses import replace
 
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.delimited import Layout, read_delimited
-from logitmix.trainer.data.download import find_source
-from logitmix.trainer.data.files import single_file
-from logitmix.trainer.data.raw import RawDataset, gather
-from logitmix.trainer.data.registry import SOURCES, Source
-from logitmix.trainer.data.rejects import Rejects
+from logitmix.trainer.data.arrow import as_numbers
+from logitmix.trainer.data.times import Clock
+from logitmix.trainer.prepare.download import find_source
+from logitmix.trainer.prepare.files import single_file
+from logitmix.trainer.prepare.registry import SOURCES, Source
+from logitmix.trainer.prepare.tables import Job
+from logitmix.trainer.prepare.text import Layout, fixed_keys, read_text
 
-LINES = Layout(",", fields=4, item=0, user=1, timestamp=3, numbers={"rating": 2})
+LINES = Layout(",", ("item", "user", "rating", "timestamp"), fixed=True)
 
 
-def read(options: PrepareOptions, rejects: Rejects, progress: Progress) -> RawDataset:
-    source = find_source(options, progress, reason="has no published digest", page="https://nijianmo.github.io/amazon")
-    file = single_file(source)
-    blocks = read_delimited(file, LINES, rejects, progress)
-    return RawDataset(gather(blocks), source, [file], kinds={"rating": "number"})
+def read(job: Job) -> None:
+    job.source = find_source(job.options, job.progress, reason="has no published digest")
+    job.files, job.kinds = [single_file(job.source)], {"rating": "number"}
+    keys = fixed_keys("user", "item", "timestamp")
+    lines = read_text(job.files[0], keys, job.rejects, job.progress, LINES)
+    numbered = (replace(of, columns=of.columns | {"rating": as_numbers(of.columns["rating"])}) for of in lines)
+    job.read_actions(numbered, Clock(dates=False))
 
 
 SOURCES["ratings-2018"] = Source(read)

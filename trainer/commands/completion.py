@@ -7,7 +7,7 @@ from logitmix.common.plugins import TRUST
 from logitmix.trainer.commands.recipe_help import ALL, sections_of
 from logitmix.trainer.commands.words import flags_of
 from logitmix.trainer.config import Config, recipe_names
-from logitmix.trainer.data.registry import SOURCES
+from logitmix.trainer.prepare.registry import SOURCES
 
 # `values`: what the word before may be followed by; where there is nothing to choose from, files are completed.
 BASH = """\

@@ -20,7 +20,7 @@ from logitmix.common.versions import versions
 from logitmix.launch.processes import cores, end_lost, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
-from logitmix.trainer.data.config import machine_memory
+from logitmix.trainer.prepare.config import machine_memory
 
 State = Literal["ok", "slow", "absent", "broken"]
 """slow: it works, but would be faster. absent: some commands cannot run. broken: something that is there does not

@@ -7,7 +7,7 @@ import tyro
 
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
-from logitmix.trainer.data.config import PrepareOptions
+from logitmix.trainer.prepare.config import PrepareOptions
 
 
 @tyro.conf.configure(tyro.conf.UseAppendAction)
@@ -20,8 +20,8 @@ class Arguments(JSONOption, PrepareOptions):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "prepare", words)
-    from logitmix.trainer.data.prepare import prepare
-    from logitmix.trainer.data.summary import summarize
+    from logitmix.trainer.prepare.prepare import prepare
+    from logitmix.trainer.prepare.summary import summarize
 
     description = prepare(arguments)
     arguments.tell(description, summarize(description, arguments.directory))

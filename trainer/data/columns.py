@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from logitmix.modules.schema import Feature, Schema
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text
-from logitmix.trainer.data.times import LATEST
+from logitmix.trainer.data.description import LATEST
 
 ROW = "row"
 """Of the structs in which bags with parallel numbers are stored: the field with the row of the table."""

@@ -1,6 +1,7 @@
 """dataset.json: read, compared with the files beside it, and named in errors with the command that makes it again."""
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +17,6 @@ from logitmix.common.mappings import brief, first_line, from_mapping
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.trainer.data.arrays import FOLDER
-from logitmix.trainer.data.config import PrepareOptions
-from logitmix.trainer.data.registry import source_of
-from logitmix.trainer.data.times import UNITS
 
 FORMAT = Checked("logitmix dataset", 3)
 APPENDED, PROJECTIONS, WAITING = "appended", "projections", "waiting.parquet"
@@ -35,6 +33,15 @@ ENTRIES = frozenset(
         FOLDER,
     ]
 )
+LATEST = 2**62
+"""Times are below it, and above its negative: their differences fit into 64 bits."""
+UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+"""Ticks a second."""
+UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+FILTERS = {"keep_duplicates": False, "min_item_actions": 0, "min_user_actions": 5}
+"""What `filters` of dataset.json has without options of `prepare`."""
+_NAME = re.compile("demo|demo-[a-z-]+|ml-[a-z0-9]+|amazon-[a-z0-9-]+|sequences|table")
+"""Sources of `prepare`, but those of plugins."""
 DIGESTS = ("kind", "files", "sha256")
 """The entries of dataset.json that other writers may leave out."""
 
@@ -236,17 +243,16 @@ def _command(path: Path) -> str:
     try:
         before = from_json((path / "dataset.json").read_text(encoding="utf-8"))
         name, source, filters = before["name"], before["source"], before["filters"]
-        words = [name if source_of(name) else "NAME"]
+        words = [name if _NAME.fullmatch(name) else "NAME"]
         if source:
             # Where prepare puts a download, if it is there.
             nearby = path.parent / source["name"]
             words += ["--source", str(nearby if nearby.exists() else source["name"])]
-        usual = {entry.name: entry.default for entry in dataclasses.fields(PrepareOptions)}
         for several in ("where", "shown"):
             words += [f"--{several} {shlex.quote(condition)}" for condition in filters.pop(several, [])]
         filters.pop("removed", None)
-        given = {f"--{key.replace('_', '-')}": value for key, value in filters.items() if usual.get(key) != value}
+        given = {f"--{key.replace('_', '-')}": value for key, value in filters.items() if FILTERS.get(key) != value}
         words += [flag if value is True else f"{flag} {value}" for flag, value in given.items()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        words = [path.name if source_of(path.name) else "NAME"]
+        words = [path.name if _NAME.fullmatch(path.name) else "NAME"]
     return f"logitmix prepare {' '.join(words)} --out {path}"

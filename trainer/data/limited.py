@@ -20,9 +20,9 @@ from logitmix.trainer.data import arrays
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, split_by_time
 from logitmix.trainer.data.columns import Column, index_type, user_blocks
 from logitmix.trainer.data.dataset import Dataset
+from logitmix.trainer.data.description import LATEST
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.targets import target_places
-from logitmix.trainer.data.times import LATEST
 
 
 def held_out(config: Config, dataset: Dataset) -> HeldOut:

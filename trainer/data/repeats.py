@@ -5,14 +5,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from logitmix.trainer.data.columns import user_blocks
-from logitmix.trainer.data.spool import Pieces
 
 COMMON_REPEATS, RARE_REPEATS = 0.1, 0.01
 """From the first share of repeated targets on, evaluation does not leave the history out of its ranking unless told to;
 from the second one on, it says what is impossible where it does."""
 
 
-def repeated_targets(offsets: np.ndarray, items: np.ndarray | Pieces) -> dict[str, float]:
+def repeated_targets(offsets: np.ndarray, items: np.ndarray) -> dict[str, float]:
     """Share of the users with more than 2 actions whose held-out item (the last for test, the one before it for
     validation) is among their actions before it. User u's items are items[offsets[u] : offsets[u + 1]]."""
     return shares(*count_repeats(offsets, items))
@@ -22,7 +21,7 @@ def shares(users: int, repeated: Mapping[str, int]) -> dict[str, float]:
     return {split: count / max(1, users) for split, count in repeated.items()}
 
 
-def count_repeats(offsets: np.ndarray, items: np.ndarray | Pieces) -> tuple[int, dict[str, int]]:
+def count_repeats(offsets: np.ndarray, items: np.ndarray) -> tuple[int, dict[str, int]]:
     """How many users these are, of how many."""
     users, repeated = 0, {"validation": 0, "test": 0}
     for _, bounds in user_blocks(offsets):

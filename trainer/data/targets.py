@@ -12,7 +12,7 @@ from logitmix.trainer.config import conditions_of
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.numbers import read_numbers
-from logitmix.trainer.data.where import column_of, holds
+from logitmix.trainer.data.where import Condition
 
 FLAG = "--data.targets"
 NEGATIVES = "--data.negatives"
@@ -46,9 +46,11 @@ def negative_places(dataset: Dataset, negatives: Sequence[str]) -> Ints:
 
 def _fulfill(dataset: Dataset, condition: str, flag: str, among: NDArray[np.bool_] | bool) -> NDArray[np.bool_]:
     """Which actions fulfill a condition [actions]; ValueError if none of those `among` all does."""
-    name = column_of(condition, list(dataset.event_features), flag)
+    columns, parsed = list(dataset.event_features), Condition.parse(condition, flag)
+    parsed.require_column(columns)
+    name = parsed.column
     values = _values(dataset, name, f"{flag} {condition!r}")
-    found: NDArray[np.bool_] = holds(condition, {name: values}, flag=flag) & among
+    found: NDArray[np.bool_] = parsed.fulfilled(values, columns) & among
     if not found.any():
         some = "" if np.all(among) else " together with the others"
         if pa.types.is_dictionary(values.type):
@@ -74,7 +76,7 @@ def said_of_targets(
     said = f"{len(places):,} of {len(dataset.items_flat):,} actions "
     said += f"({' and '.join([*conditions, *(f'not {of}' for of in others)])})"
     said += f"; {without:,} of {dataset.num_users:,} users have none" if without else ""
-    columns = {column_of(condition, list(dataset.event_features)) for condition in (*conditions, *others)}
+    columns = {Condition.parse(condition, "").column for condition in (*conditions, *others)}
     if unseen := sorted(columns - {*features} if "all" not in features else ()):
         said += f"; the model does not see which, without --model.features {' '.join(unseen)}"
     return said

@@ -13,7 +13,6 @@ from logitmix.modules.schema import Feature, Schema
 from logitmix.trainer.data.columns import ROW, Column, ranges, user_blocks
 from logitmix.trainer.data.description import FORMAT, PROJECTIONS, entries_of
 from logitmix.trainer.data.repeats import repeated_targets
-from logitmix.trainer.data.spool import Pieces
 
 USERS_PER_FILE = 100_000
 
@@ -24,9 +23,9 @@ class DatasetContents:
 
     offsets: np.ndarray
     """int64 [U+1]: user u's actions are offsets[u] : offsets[u+1]."""
-    items: np.ndarray | Pieces
+    items: np.ndarray
     """Integer [A]."""
-    timestamps: np.ndarray | Pieces
+    timestamps: np.ndarray
     """int64 [A]."""
     item_ids: pa.Array
     """string [X]: the ids in the source."""
@@ -109,13 +108,13 @@ def finish_dataset(
     return FORMAT.write(directory / "dataset.json", description)
 
 
-def last_actions(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) -> dict[str, int]:
+def last_actions(offsets: np.ndarray, items: np.ndarray, count: int) -> dict[str, int]:
     """Number of actions if each user has the last `count` alone, and of the items among them."""
     actions, there = find_last(offsets, items, count)
     return {"actions": actions, "items": int(np.count_nonzero(there))}
 
 
-def find_last(offsets: np.ndarray, items: np.ndarray | Pieces, count: int) -> tuple[int, np.ndarray]:
+def find_last(offsets: np.ndarray, items: np.ndarray, count: int) -> tuple[int, np.ndarray]:
     """How many actions there are if each user has the last `count` alone, and which items they are of, as far as the
     largest one: bool."""
     actions, there = 0, np.zeros(0, bool)

@@ -44,12 +44,12 @@ from logitmix.serving.features import FeatureReader
 from logitmix.serving.items import CHUNK_ITEMS, ItemInputs, items_of, stored_type
 from logitmix.serving.model import scales_of, trained_tower
 from logitmix.serving.texts import ABSENT, Texts
-from logitmix.trainer.data.features import as_in_requests, find_features
-from logitmix.trainer.data.joined import joins_of
-from logitmix.trainer.data.prepare import TITLE, titles_of
-from logitmix.trainer.data.raw import SideTable
 from logitmix.trainer.export.columns import read_items, updated
 from logitmix.trainer.export.indexes import index_of
+from logitmix.trainer.prepare.features import as_in_requests, find_features
+from logitmix.trainer.prepare.joined import joins_of
+from logitmix.trainer.prepare.prepare import TITLE, titles_of
+from logitmix.trainer.prepare.tables import SideTable
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,18 @@ from logitmix.serving.columns import ACTIONS, NEW, NONE, Column, Kind
 from logitmix.serving.texts import Texts
 from logitmix.trainer.data.arrow import as_numpy, is_number, is_text, is_time
 from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.data.joined import Joins
+from logitmix.trainer.data.description import UNITS
 from logitmix.trainer.data.numbers import read_numbers
-from logitmix.trainer.data.raw import SideTable
-from logitmix.trainer.data.rejects import Rejects
-from logitmix.trainer.data.sources.table import read_side
 from logitmix.trainer.data.times import (
-    UNITS,
     nanoseconds_of_texts,
     nanoseconds_of_times,
     seconds_of_texts,
     seconds_of_times,
 )
+from logitmix.trainer.prepare.joined import Joins
+from logitmix.trainer.prepare.rejects import Rejects
+from logitmix.trainer.prepare.sources.table import read_side
+from logitmix.trainer.prepare.tables import SideTable
 
 FLAG = "--filterable"
 WEEK = 7 * 86_400

@@ -31,9 +31,8 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, changed, conditions_of, flatten, model_schema
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
-from logitmix.trainer.data.description import read_description
+from logitmix.trainer.data.description import UNIT_NAMES, read_description
 from logitmix.trainer.data.limited import kept_items
-from logitmix.trainer.data.times import UNIT_NAMES
 from logitmix.trainer.parallel.growing import GrowingTable
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.row_map import Named, RowMap

@@ -22,11 +22,11 @@ from logitmix.serving.features import FeatureReader
 from logitmix.serving.items import ItemInputs
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer import cli
-from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import encoders_of, load_dataset
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.prepare import prepare
 
 LETTERS = Path(__file__).parents[3] / "examples" / "plugins" / "letters.py"
 TITLES = ["Red shoes, RED!", "blue shoes", "Blue Straße 7", "", "a green hat", "日本 の帽子", "NULL", "green 帽子"]

@@ -14,10 +14,10 @@ import pytest
 import small_data
 
 from logitmix.trainer import cli
-from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.description import FORMAT
-from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.prepare import prepare
 
 SEQUENCES, ITEMS, BRANDS = "sequences/part-00000.parquet", "items.parquet", "vocabularies/brand.parquet"
 NEEDED = {"format_version", "name", "users", "items", "actions", "schema"}

@@ -7,7 +7,7 @@ import pytest
 from logitmix.trainer import cli
 from logitmix.trainer.commands.completion import completion
 from logitmix.trainer.config import Config, flatten, recipe_names
-from logitmix.trainer.data.registry import SOURCES
+from logitmix.trainer.prepare.registry import SOURCES
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from small_data import forget_digests, write_dataset
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data import arrays, dataset
 from logitmix.trainer.data.columns import Column
-from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.prepare import prepare
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.prepare import prepare
 
 
 @pytest.fixture

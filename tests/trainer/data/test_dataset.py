@@ -14,10 +14,10 @@ import pytest
 import small_data
 
 from logitmix.modules.schema import Owner, Schema, Table
-from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.prepare import prepare
 
 ROOT = Path(__file__).parents[3]
 

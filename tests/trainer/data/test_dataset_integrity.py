@@ -15,11 +15,11 @@ import small_data
 from rich.console import Console
 
 from logitmix.common.checked import fields_of
-from logitmix.trainer.data.config import PrepareOptions
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.description import FORMAT
-from logitmix.trainer.data.prepare import prepare
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.prepare import prepare
 
 
 @pytest.fixture

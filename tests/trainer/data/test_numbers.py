@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from logitmix.trainer.data.numbers import MISSING, read_numbers
-from logitmix.trainer.data.where import holds
+from logitmix.trainer.data.where import Condition
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_what_stands_for_no_number_is_not_wrong() -> None:
 
 def test_conditions_read_numbers_as_columns_do() -> None:
     price = pa.array(["$1,299.00", "$12.50", "NULL"]).dictionary_encode()
-    assert holds("price >= 100", {"price": price}).tolist() == [True, False, False]
+    assert Condition.parse("price >= 100", "--where").fulfilled(price, ["price"]).tolist() == [True, False, False]

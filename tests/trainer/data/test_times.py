@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from logitmix.trainer.data.engine import scratch
 from logitmix.trainer.data.times import (
     UNITS,
     Clock,
     nanoseconds_of_texts,
     nanoseconds_of_times,
-    note_units,
     seconds_of_texts,
     seconds_of_times,
     unit_of,
@@ -100,7 +100,7 @@ def test_what_python_writes_is_read(times: list[datetime], separator: str) -> No
     ],
 )
 def test_fractions_of_texts(text: str | None, nanoseconds: int) -> None:
-    assert nanoseconds_of_texts(pa.array([text, ".5"])).tolist() == [nanoseconds, 500_000_000]
+    assert nanoseconds_of_texts(pa.array([text, "1970-01-01T00:00:00.5"])).tolist() == [nanoseconds, 500_000_000]
 
 
 def test_fractions_of_times_are_those_after_the_second_before() -> None:
@@ -116,14 +116,10 @@ def read(*columns: pa.Array, form: str = "") -> tuple[list[int | None], list[int
     """Times and fractions of parts of one column, null where there is none."""
     clock = Clock(form)
     parts = [clock.read(f"{part}.csv", np.arange(2, 2 + len(column)), column) for part, column in enumerate(columns)]
-    values = clock.settle(np.concatenate([part.values for part in parts])).tolist()
-    there = np.concatenate([part.there for part in parts])
-    fractions = [
-        int(each)
-        for part in parts
-        for each in (part.nanoseconds if part.nanoseconds is not None else [0] * len(part.there))
-    ]
-    return [value if known else None for value, known in zip(values, there, strict=True)], fractions, clock
+    rows = pa.concat_tables(parts).rename_columns({"seconds": "time"}).append_column("row", pa.array(range(sum(map(len, parts)))))
+    scratch().put("rows", rows)
+    found = scratch().table(f"select {clock.settled(scratch())} as time, fraction from rows as r order by row")
+    return found["time"].to_pylist(), [of or 0 for of in found["fraction"].to_pylist()], clock
 
 
 DAY = 86_400
@@ -137,7 +133,7 @@ def test_days_and_months_are_told_apart_by_all_parts() -> None:
         if times is None:
             times = [seconds("2024-01-05"), seconds("2024-02-05") + DAY / 2, MAY + 12 * DAY]
         assert values == times
-        (said,) = clock.said()
+        (said,) = clock.remarks()
         assert said == f"dates are read as {'day/month' if later[:2] == '13' else 'month/day'}/year (1.csv:2: {later})"
         assert clock.unit == "s"
     for other, problem in (
@@ -179,12 +175,17 @@ def test_floats_that_round_times_are_refused() -> None:
         read(pa.array([1.6e9], pa.float32()))
 
 
+def unit_of_all(values: np.ndarray) -> str:
+    scratch().put("rows", pa.table({"time": values, "row": np.arange(len(values))}))
+    return unit_of(scratch(), "time", "rows", "'row ' || row || ': '")
+
+
 @pytest.mark.parametrize("ticks", [1, 10**3, 10**6, 10**9])
 def test_units_are_told_from_the_magnitude(ticks: int) -> None:
     unit = {ticks: unit for unit, ticks in UNITS.items()}[ticks]
     years = np.array([seconds(f"{year}-06-01") for year in range(1981, 2099)]) * ticks
-    assert unit_of(years) == unit
-    assert unit_of(np.append(years, [0, -1])) == unit  # as where a time is missing
+    assert unit_of_all(years) == unit
+    assert unit_of_all(np.append(years, [0, -1])) == unit  # as where a time is missing
 
 
 @pytest.mark.parametrize(
@@ -199,20 +200,17 @@ def test_units_are_told_from_the_magnitude(ticks: int) -> None:
     ],
 )
 def test_counters_and_other_integers_have_no_unit(values: np.ndarray) -> None:
-    assert unit_of(values) == ""
+    assert unit_of_all(values) == ""
 
 
 def test_two_units_are_refused_with_a_line_of_each() -> None:
-    examples: dict[str, str] = {}
     values = np.full(1000, NOON)
     values[7] *= 1000
-    for start in (0, 500):
-        note_units(examples, f"{start}.csv", np.arange(2, 502), values[start : start + 500])
     with pytest.raises(
         ValueError,
-        match=rf"^some times are in seconds \(0.csv:2: {NOON}\) and others in milliseconds \(0.csv:9: {NOON}000\);",
+        match=rf"^some times are in seconds \(row 0: {NOON}\) and others in milliseconds \(row 7: {NOON}000\);",
     ):
-        unit_of(values, examples)
+        unit_of_all(values)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +229,6 @@ def test_dates_that_are_written_as_numbers(numbers: list[int], expected: list[in
     for column in (pa.array(numbers), pa.array([str(number) for number in numbers])):
         values, _, clock = read(column)
         assert values == (expected or numbers)
-        assert list(clock.said()) == (
+        assert list(clock.remarks()) == (
             [f"the times are read as dates, not as numbers (0.csv:2: {numbers[0]})"] if expected else []
         )

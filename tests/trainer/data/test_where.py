@@ -2,7 +2,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from logitmix.trainer.data.where import holds
+from logitmix.trainer.data.arrow import as_numpy
+from logitmix.trainer.data.engine import scratch
+from logitmix.trainer.data.where import Condition, of_time
 
 COLUMNS = {
     "user": pa.array(["7", "x", "7.0", "8"]).dictionary_encode(),
@@ -20,6 +22,17 @@ COLUMNS = {
     "tags": pa.array([["a"], [], None, ["b"]]),
     "empty": pa.nulls(4),
 }
+
+
+def holds(text: str, columns: dict[str, pa.Array], units: dict[str, str] | None = None) -> np.ndarray:
+    """Whether a condition holds for each row; `units`: of a column of times."""
+    condition, names = Condition.parse(text, "--where"), list(columns)
+    condition.require_column(names)
+    if units:
+        scratch().put("rows", pa.table(columns))
+        expression = of_time(condition, condition.column, units[condition.column], names)
+        return as_numpy(scratch().table(f"select {expression} as found from rows")["found"].combine_chunks())
+    return condition.fulfilled(columns[condition.column], names)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Small files, prepared by `api.prepare`, and what came of them: the dataset, and what was said."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from logitmix.trainer import api
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.prepare.rejects import Rejects
 
 
 @dataclass
@@ -58,3 +60,10 @@ def prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
         return Prepared(out, found, " ".join(f"{capsys.readouterr().err} {found!r}".split()))
 
     return prepared
+
+
+@pytest.fixture
+def rejects(tmp_path: Path) -> Iterator[Rejects]:
+    made = Rejects(tmp_path / "rejects.tsv", 1.0, Console(quiet=True))
+    yield made
+    made.close()

@@ -38,12 +38,12 @@ from logitmix.trainer import api, cli
 from logitmix.trainer.commands import options
 from logitmix.trainer.commands.report_page import write_report
 from logitmix.trainer.config import Config
-from logitmix.trainer.data import prepare as preparing
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.export import export as exporting
 from logitmix.trainer.export import update as updating
 from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import train
+from logitmix.trainer.prepare import prepare as preparing
 from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths, remove_run, require_one_host, run_lock

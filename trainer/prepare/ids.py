@@ -1,0 +1,111 @@
+"""Columns of ids as text: integers and whole numbers by their digits, as far as these are exact."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from logitmix.common.mappings import counted
+from logitmix.trainer.data.arrow import as_numpy, is_text
+from logitmix.trainer.data.numbers import MISSING
+from logitmix.trainer.prepare.rejects import Rejects
+from logitmix.trainer.prepare.scan import Block
+
+FEW_LABELS = 5
+"""So many ids must be there with two labels."""
+MANY, MUCH = 50, 0.2
+"""An id is doubtful that has more than this share of the actions of so many ids."""
+_NONE = pa.array(sorted({text.lower() for text in MISSING} | {"undefined"}))
+WHOLE = r"^(-?[0-9]+)(\.0*)?$"
+
+
+def exact_ids(block: Block, owners: tuple[str, ...], rejects: Rejects) -> Block:
+    """The block with its first keys, the ids of `owners`, as text. Rows whose ids are no exact whole numbers are
+    rejected. ValueError if a column cannot be ids."""
+    texts, reasons = {}, dict[int, str]()
+    for owner, name in zip(owners, block.keys, strict=False):
+        column = block.columns[name]
+        texts[name] = _texts(block.label, name, column)
+        for row in np.flatnonzero(as_numpy(texts[name].is_null()) & as_numpy(column.is_valid())):
+            reasons.setdefault(int(row), f"the {owner} {column[row]} is not a whole number that is exact")
+    return replace(block, columns=block.columns | texts).only(block.reject(reasons, rejects))
+
+
+def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:
+    """null where there is no id, or none that is exact."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _texts(label, name, column.cast(kind.value_type))
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind):
+        return column.cast(pa.string())
+    if pa.types.is_floating(kind):
+        # From here on, several whole numbers have the same float.
+        first_inexact = 2**53 if kind == pa.float64() else 2**24
+        values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        with np.errstate(invalid="ignore"):
+            exact = (values == np.floor(values)) & (np.abs(values) < first_inexact)
+        return pa.array(np.where(exact, values, 0).astype(np.int64), mask=~exact).cast(pa.string())
+    if pa.types.is_decimal(kind):
+        texts = column.cast(pa.string())
+        return pc.if_else(pc.match_substring_regex(texts, WHOLE), without_zeros(texts), None)
+    raise ValueError(f"{label}: column {name} is of type {kind}; ids must be integers or text")
+
+
+def without_zeros(texts: pa.StringArray) -> pa.StringArray:
+    """12.0 as 12; all else as it is."""
+    return pc.replace_substring_regex(texts, WHOLE, r"\1")
+
+
+def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray:
+    """Distinct ids of a column, 12.0 as 12 if all are whole numbers: programs write those of a column with a missing
+    value so. Otherwise it is said where both are there."""
+    zeros = ids.filter(pc.match_substring_regex(ids, r"^-?[0-9]+\.0*$"))
+    if not len(zeros):
+        return ids
+    if pc.all(pc.match_substring_regex(ids, WHOLE)).as_py():
+        rejects.say(f"column {name}: whole numbers such as {zeros[0]} are read as {without_zeros(zeros)[0]}")
+        return without_zeros(ids)
+    both = zeros.filter(pc.is_in(without_zeros(zeros), value_set=ids))
+    if len(both):
+        rejects.say(f"column {name}: {both[0]} and {without_zeros(both)[0]} are two ids")
+    return ids
+
+
+def shortened(name: str, ids: pa.StringArray) -> list[str]:
+    """A line if ids are long numbers as spreadsheets show them."""
+    short = ids.filter(pc.match_substring_regex(ids, r"^[0-9](\.[0-9]+)?E\+[0-9]{2,}$"))
+    if not len(short):
+        return []
+    such = f"{counted(len(short), 'id')}, such as {short[0]}"
+    return [f"column {name}: {such}, as spreadsheets show long numbers, without their last digits: export it as text"]
+
+
+def labeled(name: str, ids: pa.Array) -> list[str]:
+    """A line if many ids are there with two endings, such as N7-1 and N7-0, by which lists of impressions say which
+    items were clicked."""
+    parts = pc.extract_regex(ids, r"^(?P<id>.+)(?P<label>[-:][01])$").drop_null()
+    found = pc.struct_field(parts, "id").value_counts()
+    both = found.field(0).filter(pc.greater(found.field(1), 1))
+    if len(both) < FEW_LABELS or 4 * len(both) < len(ids):
+        return []
+    mark = pc.struct_field(parts, "label")[0].as_py()[0]
+    such = f"{counted(len(both), 'id')} end in {mark}1 and in {mark}0, such as {both[0]}{mark}1 and {both[0]}{mark}0"
+    return [
+        f"column {name}: {such}: if these are labels of clicks, one item counts as two, and what was only shown as an "
+        'action; write the label into a column of its own, and give --shown "label = 0"'
+    ]
+
+
+def doubtful(name: str, found: pa.Table) -> list[str]:
+    """Lines about ids (`whole`) that stand for none, and about one that has much of the actions (`n`)."""
+    of_each = found.group_by("whole", use_threads=False).aggregate([("n", "sum")])
+    ids, counts = of_each["whole"].combine_chunks(), of_each["n_sum"].to_numpy()
+    of_none = pc.is_in(pc.utf8_lower(pc.utf8_trim_whitespace(ids)), value_set=_NONE)
+    lines = {
+        ids[row].as_py(): f"is the id of {counted(int(counts[row]), 'action')}, as if they had none"
+        for row in np.flatnonzero(as_numpy(of_none)).tolist()
+    }
+    if len(ids) >= MANY and (share := counts.max() / counts.sum()) > MUCH:
+        lines.setdefault(ids[int(counts.argmax())].as_py(), f"has {share:.0%} of the actions, as if it stood for many")
+    return [f'column {name}: {text} {said}; --where "{name} != {text}" leaves them out' for text, said in lines.items()]

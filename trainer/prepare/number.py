@@ -1,0 +1,442 @@
+"""The rows that were read -> the actions of the dataset: chosen by --where, without exact duplicates, filtered,
+numbered, and in order.
+
+All of it is statements over tables, in a subset of SQL that sqlglot translates into that of other engines. They pass
+through these tables:
+
+    rows         what was read (tables.py)
+    users_read, items_read    all ids: id, key in the order of the dataset, and whether conditions hold for it
+    d_COLUMN     the different values of another column: value, key, and whether conditions hold for it
+    coded        the chosen rows with keys in place of ids and values: file, line, place, user_key, item_key, time,
+                 fraction, acts (false: it was shown), and a key for each column
+    different    without exact duplicates
+    shown        what was no action, but shown
+    kept         the actions that the filters leave
+    users, items the ids of these: id, key, and the index in the dataset
+
+The order of the actions of a user is time, fraction, file, line, place.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from logitmix.trainer.data.arrow import order_of_texts
+from logitmix.trainer.data.engine import Engine
+from logitmix.trainer.data.where import Condition, of_time
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.tables import Job
+
+STEPS = ("where", "duplicates", "shown", "min_item_actions", "min_user_actions")
+SHOWN = "shown"
+"""The feature of actions that PrepareOptions.shown makes."""
+ORDER = "time, fraction, file, line, place"
+NO_FILE = -1
+"""The number of the file of what waits since an earlier `prepare`."""
+
+VALUES = "select {column} as value, row_number() over (order by {column}) - 1 as key from (select distinct {column} from rows where {column} is not null) as different_values"
+CODED = """
+select r.file, r.line, r.place, u.key as user_key, i.key as item_key, {time} as time, r.fraction,
+    {acts} as acts{keys}
+from rows as r join users_read as u on r.user = u.id join items_read as i on r.item = i.id{joins}
+where {chosen}
+"""
+REPEATED = """
+select user_key, item_key, time, fraction, acts, count(*) as n from coded
+group by user_key, item_key, time, fraction, acts having count(*) > 1
+"""
+"""The moments that several actions share."""
+DIFFERENT = """
+select coded.* from coded anti join (
+    select file, line, place from (
+        select c.file, c.line, c.place, row_number() over (
+            partition by c.user_key, c.item_key, c.time, c.fraction, c.acts{compared} order by c.file, c.line, c.place
+        ) as nth
+        from coded as c join repeated as p on c.user_key = p.user_key and c.item_key = p.item_key and c.time = p.time
+            and c.fraction = p.fraction and c.acts = p.acts
+    ) as numbered where nth > 1
+) as again on coded.file = again.file and coded.line = again.line and coded.place = again.place
+"""
+"""Of rows that are equal in everything, the first one stays."""
+OFTEN = "select {key} from {table} group by {key} having count(*) >= {least}"
+ONLY = "select {table}.* from {table} semi join often on {table}.{key} = often.{key}"
+COUNTS = "select count(distinct user_key), count(distinct item_key), count(*) from {table}"
+KEPT_KEYS = "select distinct {what}_key as key from kept order by key"
+
+@dataclass
+class Numbered:
+    """The actions that are kept, in the table `kept`; and what was found on the way."""
+
+    engine: Engine
+    user_ids: pa.Array
+    """In the order of the dataset."""
+    item_ids: pa.Array
+    read_ids: dict[str, pa.Array]
+    """All ids that were read, of "users" and "items"."""
+    columns: dict[str, str]
+    """The tables of the values of further columns, by the columns' names."""
+    read: dict[str, int]
+    """Users, items and actions before the filters."""
+    removed: dict[str, dict[str, int]]
+    """By filter: users, items and actions that it left out."""
+    notes: list[str]
+    waiting: pa.Table | None = None
+    """Raw ids, `user` and `item`, of what was shown and no action of the user follows yet, by user, oldest first. None
+    without --shown."""
+    used: dict[str, pa.Array] = field(default_factory=dict)
+    """By column, the keys of its values."""
+
+    def all_values(self, name: str) -> pa.Array:
+        """The different values of a column of all actions that were read, by key."""
+        return self.engine.table(f"select value from {self.columns[name]} order by key")["value"].combine_chunks()
+
+    def values(self, name: str) -> tuple[pa.Array, np.ndarray]:
+        """The different values of a column of the kept actions, in order of their keys, with null in the last place if
+        some have none; and how many actions have each."""
+        table = self.columns[name]
+        found = self.engine.table(f"""
+            select c.key as key, v.value as value, c.n as n
+            from (select {table} as key, count(*) as n from kept group by {table}) as c
+            left join {table} as v on c.key = v.key order by c.key nulls last
+        """)
+        self.used[name] = found["key"].combine_chunks()
+        return found["value"].combine_chunks(), found["n"].to_numpy()
+
+    def keys(self, name: str) -> tuple[str, pa.Array]:
+        """The column of the keys of a column's values, and these in the order of `values`."""
+        return self.columns[name], self.used[name]
+
+    def of_users(self, name: str) -> np.ndarray:
+        """The key of each user's first action's value; -1 for none."""
+        return self._of_each("user", name, "", "")
+
+    def of_items(self, name: str, present: np.ndarray, last: bool = False) -> np.ndarray:
+        """The key of the value of each item's first or last action that has one of the keys `present`, by any user; -1
+        for none."""
+        self.engine.put("present", pa.table({"key": pa.array(np.flatnonzero(present), pa.int64())}))
+        return self._of_each(
+            "item", name, f"semi join present on k.{self.columns[name]} = present.key", " desc" if last else ""
+        )
+
+    def _of_each(self, owner: str, name: str, only: str, direction: str) -> np.ndarray:
+        order = ["time", "u.index", "fraction", "file", "line", "place"] if owner == "item" else ORDER.split(", ")
+        ordered = ", ".join(f"{of}{direction}" for of in order)
+        found = self.engine.table(f"""
+            select o.index as index, found.value as value from {owner}s as o join (
+                select k.{owner}_key as owner_key, k.{self.columns[name]} as value,
+                    row_number() over (partition by k.{owner}_key order by {ordered}) as nth
+                from kept as k join users as u on k.user_key = u.key {only}
+            ) as found on o.key = found.owner_key where found.nth = 1
+        """)
+        keys = np.full(len(self.item_ids if owner == "item" else self.user_ids), -1)
+        keys[found["index"].to_numpy()] = found["value"].fill_null(-1).to_numpy()
+        return keys
+
+    def sample(self, name: str, rows: int) -> tuple[pa.Array, np.ndarray]:
+        """Values of about so many actions that have one, and their times."""
+        table = self.columns[name]
+        (count,) = self.engine.row(f"select count({table}) from kept")
+        step = 1 + count // rows
+        found = self.engine.table(f"""
+            select v.value as value, k.time as time from kept as k join {table} as v on k.{table} = v.key
+            where (k.line + k.file) % {step} = 0 order by k.time, k.file, k.line, k.place
+        """)
+        return found["value"].combine_chunks(), found["time"].to_numpy()
+
+    @property
+    def in_order(self) -> str:
+        """The query of the kept actions in the order of the dataset."""
+        keys = "".join(f", k.{table}" for table in self.columns.values())
+        return f"""
+            select u.index as user_index, i.index as item_index, k.time, k.fraction{keys}
+            from kept as k join users as u on k.user_key = u.key join items as i on k.item_key = i.key
+            order by u.index, k.time, k.fraction, k.file, k.line, k.place
+        """
+
+
+def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Table | None) -> Numbered:
+    """Chooses, filters and numbers the rows. Actions that differ only in the columns `numbering` are duplicates.
+    `waiting`, as in Numbered, was shown before the actions. ValueError if no actions are left."""
+    options, actions = job.options, job.actions
+    read_ids = {}
+    conditions = [Condition.parse(text, "--where") for text in options.where]
+    shown = [Condition.parse(text, "--shown") for text in options.shown]
+    if shown and SHOWN in actions.columns:
+        raise ValueError(f"--shown makes a column {SHOWN}, and the actions have one; rename it, or leave --shown out")
+    for condition in (*conditions, *shown):
+        condition.require_column(_columns(job))
+    holding = dict[Condition, str]()
+    for what, column in (("user", options.user_column), ("item", options.item_column)):
+        table = actions.ids[what]
+        distinct, keys = _keys(table["whole"].combine_chunks())
+        read_ids[f"{what}s"] = distinct
+        more = _holding(column, distinct, [*conditions, *shown], f"{what[0]}", holding, job)
+        engine.put(
+            f"{what}s_read", pa.table({"id": table["id"], "key": keys} | {of: held.take(keys) for of, held in more.items()})
+        )
+    tables = {}
+    for name, column in actions.columns.items():
+        tables[name] = table_name = f"d_{column[2:]}"
+        engine.make(table_name, VALUES.format(column=column))
+        if any(of.column == name for of in (*conditions, *shown)):
+            distinct = engine.table(f"select value from {table_name} order by key")["value"].combine_chunks()
+            more = _holding(name, distinct, [*conditions, *shown], table_name, holding, job)
+            keyed = {"value": distinct, "key": np.arange(len(distinct))}
+            engine.put(table_name, pa.table(keyed | more))
+    for condition in (*conditions, *shown):
+        if options.timestamp_column and condition.column == options.timestamp_column:
+            holding[condition] = of_time(condition, actions.time, actions.unit, _columns(job))
+    chosen = " and ".join(holding[of] for of in conditions) or "true"
+    acts = " and ".join(f"not ({holding[of]})" for of in shown) or "true"
+    columns = actions.columns
+    engine.make(
+        "coded",
+        CODED.format(
+            time=actions.time,
+            acts=acts,
+            chosen=chosen,
+            keys="".join(f", {tables[name]}.key as {tables[name]}" for name in columns),
+            joins="".join(f" left join {tables[name]} on r.{of} = {tables[name]}.value" for name, of in columns.items()),
+        ),
+    )
+    (rows,) = engine.row("select count(*) from rows")
+    if not engine.row("select count(*) from coded")[0]:
+        raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {rows:,} actions{_examples(engine, job, conditions)}")
+    read = {"users": len(read_ids["users"]), "items": len(read_ids["items"]), "actions": rows}
+    engine.drop("rows")
+    return _filtered(engine, options, read_ids, tables, read, numbering, waiting)
+
+
+def _filtered(
+    engine: Engine,
+    options: PrepareOptions,
+    read_ids: dict[str, pa.Array],
+    tables: dict[str, str],
+    read: dict[str, int],
+    numbering: Collection[str],
+    waiting: pa.Table | None,
+) -> Numbered:
+    """What `coded` has without duplicates and what is too rare, numbered."""
+    notes, counts = list[str](), [read]
+
+    def counted(table: str) -> dict[str, int]:
+        """Counts of a table, which the table before it may have had already."""
+        (rows,) = engine.row(f"select count(*) from {table}")
+        if rows == counts[-1]["actions"]:
+            return counts[-1]
+        return dict(zip(("users", "items", "actions"), engine.row(COUNTS.format(table=table)), strict=True))
+
+    counts.append(counted("coded"))
+    table = "coded"
+    if not options.keep_duplicates:
+        engine.make("repeated", REPEATED)
+        groups, several = engine.row("select count(*), coalesce(sum(n), 0) from repeated")
+        if groups:
+            compared = "".join(f", c.{of}" for name, of in tables.items() if name not in numbering)
+            engine.make("different", DIFFERENT.format(compared=compared))
+            engine.drop("coded")
+            table = "different"
+            (rows,) = engine.row("select count(*) from different")
+            notes += of_others(int(several) - groups - (counts[-1]["actions"] - rows))
+    counts.append(counted(table))
+    if options.shown:
+        engine.make("shown", f"select * from {table} where not acts")
+        engine.make("acting", f"select * from {table} where acts")
+        table = "acting"
+    counts.append(counted(table))
+    for owner, least in (("item", options.min_item_actions), ("user", max(options.min_user_actions, 1))):
+        if least > 1:
+            engine.make("often", OFTEN.format(key=f"{owner}_key", table=table, least=least))
+            (often,) = engine.row("select count(*) from often")
+            if often < counts[-1][f"{owner}s"]:
+                engine.make("kept", ONLY.format(table=table, key=f"{owner}_key"))
+                if table != "kept":
+                    engine.drop(table)
+                table = "kept"
+        counts.append(counted(table))
+    if not counts[-1]["actions"]:
+        raise nobody(options.min_user_actions, counts[3], counts[1]["actions"] - counts[2]["actions"])
+    if table != "kept":
+        engine.rename(table, "kept")
+    found = {}
+    for what in ("user", "item"):
+        keys = engine.table(KEPT_KEYS.format(what=what))["key"].combine_chunks()
+        ids = read_ids[f"{what}s"].take(keys)
+        # Ids of digits alone are ordered as numbers, once the others are left out.
+        order = pa.array(order_of_texts(ids))
+        engine.put(f"{what}s", pa.table({"key": keys.take(order), "index": np.arange(len(order))}))
+        found[what] = ids.take(order)
+    removed = {
+        name: {of: was[of] - now[of] for of in was}
+        for name, was, now in zip(STEPS, counts[:-1], counts[1:], strict=True)
+    }
+    numbered = Numbered(engine, found["user"], found["item"], read_ids, tables, read, removed, notes)
+    if options.shown:
+        _add_shown(numbered, waiting)
+    return numbered
+
+
+def _keys(whole: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """The different ids in the order of the dataset, and the place of each of `whole` among them."""
+    distinct = whole.unique()
+    distinct = distinct.take(pa.array(order_of_texts(distinct)))
+    return distinct, pc.index_in(whole, value_set=distinct).cast(pa.int32())
+
+
+def _columns(job: Job) -> list[str]:
+    """All columns that conditions may name."""
+    options = job.options
+    own = [options.user_column, options.item_column, options.timestamp_column]
+    return [*filter(None, own), *job.actions.columns]
+
+
+def _examples(engine: Engine, job: Job, conditions: Collection[Condition]) -> str:
+    """Some texts of the columns that conditions are on, the first ones of the files."""
+    options, said = job.options, ""
+    named = {options.user_column: '"user"', options.item_column: "item"} | job.actions.columns
+    for name, column in ((of.column, named[of.column]) for of in conditions if of.column in named):
+        found = engine.table(
+            f"select {column} as value from rows where {column} is not null group by {column} "
+            "order by min(file * 4294967296 + line) limit 4"
+        )["value"]
+        if found.type == pa.string():
+            said += f"; {name} is {', '.join(filter(None, found.to_pylist()))}, for example"
+    return said
+
+
+def _holding(
+    column: str,
+    distinct: pa.Array,
+    conditions: Collection[Condition],
+    table: str,
+    holding: dict[Condition, str],
+    job: Job,
+) -> dict[str, pa.Array]:
+    """Whether the conditions on a column hold for its different values, as columns of their table; adds the expression
+    of each condition on a row to `holding`."""
+    found = {}
+    for place, condition in enumerate(conditions):
+        if condition.column == column:
+            held, of_none = condition.holds(distinct, _columns(job))
+            found[f"holds_{place}"] = held
+            holding[condition] = f"coalesce({table}.holds_{place}, {str(of_none).lower()})"
+    return found
+
+
+def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
+    """Gives the kept actions the column SHOWN: the items that were shown since the action before and up to its time; of
+    actions at one time, they belong to the first. What no action follows waits."""
+    engine = numbered.engine
+    users, items = numbered.read_ids["users"], numbered.read_ids["items"]
+    all_items, nobodys = items, None
+    if waiting is not None and len(waiting):
+        user = pc.index_in(waiting["user"].combine_chunks().cast(pa.string()), value_set=users)
+        nobodys = waiting.filter(user.is_null())
+        rows = waiting.filter(user.is_valid())
+        names = rows["item"].combine_chunks().cast(pa.string())
+        absent = names.filter(pc.index_in(names, value_set=items).is_null()).unique()
+        all_items = pa.concat_arrays([items, absent])
+        count = len(rows)
+        engine.put(
+            "waited",
+            pa.table(
+                {
+                    "file": pa.array(np.full(count, NO_FILE, np.int32)),
+                    "line": pa.array(np.arange(count)),
+                    "place": pa.array(np.zeros(count, np.int32)),
+                    "user_key": user.drop_null().cast(pa.int32()),
+                    "item_key": pc.index_in(names, value_set=all_items).cast(pa.int32()),
+                    "time": pa.array(np.full(count, -(2**62))),
+                    "fraction": pa.array(np.zeros(count, np.int32)),
+                }
+            ),
+        )
+    own = "user_key, item_key, time, fraction, file, line, place"
+    earlier = f" union all select {own}, false as acts from waited" if nobodys is not None else ""
+    # What is shown at the time of an action comes before it: false is before true.
+    engine.make(
+        "followed",
+        f"""
+        select *, min(case when acts then nth end) over (
+            partition by user_key order by nth rows between current row and unbounded following) as next
+        from (
+            select *, row_number() over (partition by user_key order by time, acts, fraction, file, line, place) as nth
+            from (select {own}, acts from kept union all select {own}, acts from shown{earlier}) as both_kinds
+        ) as in_time
+        """,
+    )
+    shown = engine.table("""
+        select f.item_key as item_key, a.file as file, a.line as line, a.place as place
+        from followed as f join followed as a on f.user_key = a.user_key and f.next = a.nth
+        where not f.acts order by a.file, a.line, a.place, f.nth
+    """)
+    left = engine.table("select user_key, item_key from followed where next is null and not acts order by user_key, nth")
+    engine.drop("followed", "shown")
+    table = pa.table(
+        {"user": users.take(left["user_key"].combine_chunks()), "item": all_items.take(left["item_key"].combine_chunks())}
+    )
+    if nobodys is not None and len(nobodys):
+        table = pa.concat_tables([nobodys.cast(table.schema), table])
+    numbered.waiting = by_user(table)
+    numbered.notes += of_shown(numbered.waiting)
+    lists = _lists(shown, all_items)
+    distinct = lists["value"].combine_chunks()
+    texts = pa.array([repr(of) for of in distinct.to_pylist()], pa.string()).dictionary_encode()
+    first = np.unique(texts.indices.to_numpy(), return_index=True)[1]
+    engine.put("d_shown", pa.table({"value": distinct.take(pa.array(first)), "key": np.arange(len(first))}))
+    engine.put("shown_before", lists.drop(["value"]).append_column("d_shown", texts.indices.cast(pa.int64())))
+    engine.make(
+        "kept",
+        "select k.*, b.d_shown from kept as k left join shown_before as b"
+        " on k.file = b.file and k.line = b.line and k.place = b.place",
+    )
+    numbered.columns[SHOWN] = "d_shown"
+
+
+def _lists(shown: pa.Table, item_ids: pa.Array) -> pa.Table:
+    """One row for each action, with the list of the items that were shown before it."""
+    places = np.stack([shown[name].to_numpy() for name in ("file", "line", "place")])
+    starts = np.flatnonzero(np.append(True, (places[:, 1:] != places[:, :-1]).any(0))) if len(shown) else np.empty(0, int)
+    values = item_ids.take(shown["item_key"].combine_chunks())
+    lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(shown)), pa.int32()), values)
+    return shown.select(["file", "line", "place"]).take(pa.array(starts)).append_column("value", lists)
+
+
+def by_user(waiting: pa.Table) -> pa.Table:
+    """In order of users; the rows of each stay in theirs."""
+    users = waiting["user"].combine_chunks().dictionary_encode()
+    rank = pc.rank(users.dictionary).to_numpy()
+    return waiting.take(pa.array(np.argsort(rank[users.indices.to_numpy()], kind="stable"))).combine_chunks()
+
+
+def of_shown(waiting: pa.Table) -> list[str]:
+    """A line, if there are any."""
+    if not len(waiting):
+        return []
+    one = len(waiting) == 1
+    rows = f"{len(waiting):,} row{' waits' if one else 's wait'}"
+    return [f"--shown: {rows} for an action of {'its' if one else 'their'} user that is kept; --append may bring it"]
+
+
+def of_others(count: int) -> list[str]:
+    """A line, if there are any."""
+    one = count == 1
+    line = (
+        f"{count:,} action{' has' if one else 's have'} the user, item and time of another, but not its other values: "
+        f"{'it is' if one else 'they are'} kept"
+    )
+    return [line] if count else []
+
+
+def nobody(fewest: int, counted: Mapping[str, int], repeated: int) -> ValueError:
+    """What is wrong where no user has enough of the actions counted, without the duplicates."""
+    if not counted["actions"]:
+        return ValueError("all rows are those of --shown; give the actions with them")
+    duplicates = f", without {repeated:,} exact duplicates" if repeated else ""
+    return ValueError(
+        f"no user has {fewest} or more actions (there were {counted['users']:,} users with {counted['actions']:,} "
+        f"actions{duplicates}); lower --min-user-actions or --min-item-actions"
+    )

@@ -1,0 +1,418 @@
+"""`logitmix prepare`: raw files -> dataset directory.
+
+A source reads the files into a table of actions and tables of items and users (tables.py). number.py chooses, filters
+and numbers the actions, features.py makes features of the columns, and write.py writes sequences/ in order. Sequences
+are not truncated here: a trainer takes the last actions it wants. DuckDB works within --memory and spills into a folder
+beside the output; the bytes of the dataset are the same whatever the memory.
+
+The dataset appears at once and complete: it is written to a hidden directory beside the output, which is then renamed.
+The same source and options give the same bytes.
+"""
+
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from logitmix.common.files import clean_up, held_alone, naming, only_writer, staging_path, whole_directory
+from logitmix.common.messages import tell
+from logitmix.common.plugins import named
+from logitmix.common.storage import alone, fetch, fetch_names, push
+from logitmix.modules.kinds.registry import kind_named
+from logitmix.modules.kinds.text import NGRAMS, TextEncoder
+from logitmix.modules.schema import Owner, Schema
+from logitmix.trainer.data.arrow import is_list
+from logitmix.trainer.data.dataset import encoders_of
+from logitmix.trainer.data.description import WAITING, is_dataset
+from logitmix.trainer.data.engine import Duck
+from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
+from logitmix.trainer.data.writer import DatasetContents, finish_dataset
+from logitmix.trainer.prepare.append import append, read_for_appending, read_waiting
+from logitmix.trainer.prepare.config import PrepareOptions
+from logitmix.trainer.prepare.features import (
+    Features,
+    FeaturesOptions,
+    RawColumn,
+    apply_options,
+    as_in_schema,
+    embedded,
+    filled,
+    make_features,
+    name_features,
+    read_schema,
+    valid_name,
+)
+from logitmix.trainer.prepare.files import digests, plain
+from logitmix.trainer.prepare.matching import match
+from logitmix.trainer.prepare.number import SHOWN, Numbered, number
+from logitmix.trainer.prepare.registry import source_of
+from logitmix.trainer.prepare.rejects import Rejects, TooManyRejects
+from logitmix.trainer.prepare.row_numbers import SAMPLE, name_each_row, numbering, numbers_a_table
+from logitmix.trainer.prepare.tables import Job, SideTable
+from logitmix.trainer.prepare.write import PartWriter, write_sequences
+
+FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
+TITLE = "title"
+FOR_DUCK, LEAST = 0.6, 128 << 20
+"""Share of --memory that DuckDB may take, and the bytes that it needs at the least; the rest is for blocks of files, ids
+and what is written."""
+
+
+class Known(NamedTuple):
+    """The features of a dataset, to which actions are appended."""
+
+    schema: Schema
+    encoders: Mapping[str, TextEncoder]
+    waiting: pa.Table | None
+    """What was shown and waits for actions: Numbered.waiting."""
+
+
+def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str, Any]:
+    """Writes the dataset at `options.directory` and returns the content of its dataset.json.
+
+    Progress and malformed lines go to `console` (standard error).
+    Raises ValueError with one line for anything wrong with the options or the source. Then nothing is left behind,
+    except the list of malformed lines at `<out>.rejects.tsv` if these stopped the job. If the process is killed, `out`
+    is as it was or complete, and the next job removes what is left beside it. While it runs, no other one can write
+    `out`.
+    """
+    out = options.directory
+    console = console or Console(stderr=True)
+    _check_files(options)
+    with only_writer(out), alone(out):
+        fetch_names(out)
+        clean_up(out)
+        before = fetch(options.append) if options.append else None
+        if before is None or before.resolve() != out.resolve():
+            _check_out(out, options.overwrite)
+        with whole_directory(out) as staging:
+            if before is None:
+                description = _prepare(staging, options, console)
+            else:
+                description = _append(before, staging, options, console)
+        push(out)
+    return description
+
+
+def _append(before: Path, staging: Path, options: PrepareOptions, console: Console) -> dict[str, Any]:
+    """Fills the directory with a dataset and the actions that follow it, which are prepared by themselves at first."""
+    later = staging / "later"
+    known, schema = read_for_appending(before)
+    if (was := (known.get("filters") or {}).get(SHOWN, [])) != list(options.shown):
+        given = " ".join(f"--shown {shlex.quote(of)}" for of in was)
+        raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
+    later.mkdir()
+    features = Known(schema, encoders_of(before, schema), read_waiting(before))
+    _prepare(later, replace(options, append=str(before), min_user_actions=0), console, features)
+    description, notes = append(before, known, schema, later, staging)
+    shutil.rmtree(later)
+    for note in notes:
+        tell(console, note)
+    return description
+
+
+def _check_files(options: PrepareOptions) -> None:
+    if options.source and not Path(options.source).exists():
+        raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
+    for setting in ("items", "users", "schema"):
+        path = Path(getattr(options, setting))
+        if getattr(options, setting) and not (path.is_file() if setting == "schema" else path.exists()):
+            raise ValueError(f"no file at {path}; --{setting} must name one")
+
+
+def _prepare(
+    directory: Path, options: PrepareOptions, console: Console, known: Known | None = None
+) -> dict[str, Any]:
+    """Fills the directory. With the features that are `known`, if there are such, and no others."""
+    stated, out = read_schema(options.schema), options.directory
+    with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
+        try:
+            with database(out, options.bytes_of_memory) as duck, _progress(console) as progress:
+                job = Job(options, duck, rejects, progress)
+                return _write(directory, job, _read(job, known), stated, console, known)
+        except TooManyRejects as error:
+            rejects.close()
+            kept = out.with_name(out.name + ".rejects.tsv")
+            rejects.path.replace(kept)
+            raise ValueError(f"{error}; they are listed in {kept}") from None
+
+
+@contextmanager
+def database(out: Path, memory: int) -> Iterator[Duck]:
+    """A database whose files are in a hidden folder beside the output, until it is closed."""
+    folder = staging_path(out)
+    folder.mkdir(parents=True)
+    with held_alone(folder):
+        duck = Duck(max(int(FOR_DUCK * memory), LEAST), folder)
+        try:
+            yield duck
+        except duckdb.OutOfMemoryException:
+            raise ValueError(
+                f"--memory {memory >> 20}MiB is too little for this source; give more, or leave it out"
+            ) from None
+        finally:
+            duck.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _progress(console: Console) -> Progress:
+    # A log file would get one line for every bar.
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    if out.is_symlink():
+        raise ValueError(f"{out} is a symbolic link; write to where it leads, or choose another --out")
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.is_dir() and is_dataset(out):
+        if not overwrite:
+            raise ValueError(
+                f"there is a dataset at {out} already; replace it with --overwrite, or choose another --out"
+            )
+    elif out.exists():
+        raise ValueError(f"{out} exists and is not only a dataset; choose another --out")
+
+def _read(job: Job, known: Known | None) -> Numbered:
+    """The source's actions, numbered. ValueError if there are none."""
+    source = source_of(job.options.name)
+    assert source is not None
+    named(source.read)(job)
+    actions = job.actions
+    if not job.duck.row("select count(*) from rows")[0] and not job.rejects.count:
+        raise ValueError(f"{job.source}: holds no actions; is it the right file?")
+    job.rejects.finish()
+    _check_titles(job)
+    for table in (job.items, job.users):
+        stated = {TITLE, *table.kinds, *job.kinds}
+        unused = [name for name, of in table.columns.items() if name not in stated and numbers_a_table(name, of)]
+        ids = {name: of for name, of in table.columns.items() if table.kinds.get(name) == "id"}
+        unused += [name for name, of in ids.items() if 2 * len(of.unique()) > len(of)]
+        table.kinds.update(dict.fromkeys(unused))
+    # What is stated to be ids but hardly has a value twice, such as addresses, is none.
+    for name, column in actions.columns.items():
+        if actions.kinds.get(name) != "id":
+            continue
+        if job.duck.row(f"select 2 * count(distinct {column}) > count(*) from rows")[0]:
+            actions.kinds[name] = None
+    unused = numbering(job.duck, actions.columns, {TITLE, *actions.kinds, *job.kinds})
+    actions.kinds.update(dict.fromkeys(unused))
+    return number(job.duck, job, unused, known.waiting if known else None)
+
+
+def _check_titles(job: Job) -> None:
+    """ValueError if a column of titles that was asked for is not there."""
+    column, owners = job.options.title_column, (job.items, job.actions)
+    if column != TITLE and not any(column in owner.columns for owner in owners):
+        there = ", ".join(name for owner in owners for name in owner.columns)
+        raise ValueError(f"--title-column: no column {column!r} of the items or the actions; there are: {there}")
+
+
+def _write(
+    directory: Path,
+    job: Job,
+    numbered: Numbered,
+    stated: FeaturesOptions,
+    console: Console,
+    known: Known | None,
+) -> dict[str, Any]:
+    options = job.options
+    origin = job.source and {"name": plain(job.source.name), "sha256": digests(job.source, job.files)}
+    for setting in ("items", "users", "schema"):
+        if path := getattr(options, setting):
+            origin = {**(origin or {}), setting: {"name": plain(Path(path).name), "sha256": digests(Path(path))}}
+    if options.shown and not known and not numbered.removed[SHOWN]["actions"]:
+        raise ValueError(f"--shown {' or '.join(options.shown)}: no row fulfills this; correct it, or leave it out")
+    sides, side_notes = _match(job, numbered)
+    items, title = job.items.of(numbered.item_ids), options.title_column
+    titles = _titles(job, items.get(title), numbered)
+    # Titles are shown, and their words a feature only where that is stated.
+    if title not in options.embedded_columns and not {valid_name(title), f"item_{title}"} & {
+        *stated.features,
+        *(of.name for of in (known.schema.features if known else ())),
+    }:
+        items.pop(title, None)
+    made, events = _features(job, items, numbered, stated, known)
+    columns = {owner: [of.name for of in made.schema.features if of.owner == owner] for owner in ("user", "event")}
+    writer = PartWriter(
+        directory,
+        made.schema,
+        numbered.user_ids,
+        {name: made.columns[name] for name in columns["user"]},
+        {name: (*numbered.keys(events[name]), made.columns[name]) for name in columns["event"]},
+    )
+    contents = DatasetContents(
+        np.zeros(len(numbered.user_ids) + 1, np.int64),
+        np.empty(0, np.int64),
+        np.empty(0, np.int64),
+        numbered.item_ids,
+        None,
+        titles,
+        made.schema,
+        made.columns,
+        made.vocabularies,
+        made.projections,
+    )
+    with naming(options.directory):
+        counted = write_sequences(writer, job.duck.batches(numbered.in_order))
+        if numbered.waiting is not None:
+            pq.write_table(numbered.waiting, directory / WAITING)
+        description = finish_dataset(
+            directory,
+            contents,
+            options.name,
+            counted.entries(),
+            filters={name: getattr(options, name) for name in FILTERS}
+            | {"where": list(options.where), "shown": list(options.shown), "removed": numbered.removed},
+            read=numbered.read,
+            titles=0 if titles is None else len(titles) - titles.null_count,
+            rejected_lines=job.rejects.count,
+            side_tables=sides,
+            times={"unit": job.actions.unit or None} | counted.times(),
+            source=origin,
+            generator=job.generator,
+        )
+    # Of actions that are appended, the histories are elsewhere.
+    repeats = [] if known else _of_repeats(description["repeated_targets"])
+    for note in (*numbered.notes, *side_notes, *_notes(made), *repeats):
+        tell(console, note)
+    return description
+
+
+def _notes(made: Features) -> list[str]:
+    """What a user may want to act on."""
+    messages = list(made.notes)
+    if made.unused:
+        named: dict[str, list[str]] = {}
+        for name, reason in made.unused.items():
+            named.setdefault(reason, []).append(name)
+        columns = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
+        messages.append(f"not used, unless --schema FILE states a kind: {columns}")
+    return messages
+
+
+def _of_repeats(repeated: Mapping[str, float]) -> list[str]:
+    shares = said_of_repeats(repeated)
+    if are_common(repeated):
+        return [f"{shares} are in their user's history: evaluation will not leave it out of its ranking"]
+    if limits := highest_hit_rates(repeated):
+        return [f"{shares} are in their user's history, which evaluation leaves out of its ranking: {limits}"]
+    return []
+
+
+def _match(job: Job, numbered: Numbered) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """How the tables of items and users fit the ids that were read and those that are kept."""
+    found: dict[str, dict[str, int]] = {}
+    notes: list[str] = []
+    for what, table, kept in (("items", job.items, numbered.item_ids), ("users", job.users, numbered.user_ids)):
+        given = bool(getattr(job.options, what))
+        name = Path(getattr(job.options, what)).name if given else f"the source's table of {what}"
+        if given or len(table.ids):
+            found[what], few = match(what, name, table.ids, numbered.read_ids[what], kept, given)
+            notes += filter(None, [few, table.contradictions(name)])
+    return found, notes
+
+
+def _features(
+    job: Job, items: dict[str, pa.Array], numbered: Numbered, stated: FeaturesOptions, known: Known | None
+) -> tuple[Features, dict[str, str]]:
+    """Features of the columns of items, which are in the order of the dataset, and of the source's users and actions;
+    and for each of the actions, the name of its column."""
+    options, actions, unit = job.options, job.actions, job.actions.unit
+    found: list[RawColumn] = []
+    unread = dict[str, str]()
+    sides: list[tuple[Owner, SideTable, dict[str, pa.Array]]] = [
+        ("item", job.items, items),
+        ("user", job.users, job.users.of(numbered.user_ids)),
+    ]
+    for owner, table, columns in sides:
+        kinds = {**job.kinds, **table.kinds}
+        unread |= table.unread
+        for name, values in columns.items():
+            infer = kinds[name] is not None if name in kinds else not name_each_row(name, values)
+            found.append(RawColumn(name, owner, values, kinds.get(name), infer=infer, source=name))
+    unread |= actions.unread
+    if options.shown:
+        actions.kinds[SHOWN] = "ids"
+    kinds = {**job.kinds, **actions.kinds}
+    for name in numbered.columns:
+        if name == options.title_column or name in actions.unread:
+            continue
+        infer = kinds[name] is not None if name in kinds else not _names_each_action(numbered, name)
+        load = partial(numbered.values, name)
+        found.append(RawColumn(name, "event", load, kinds.get(name), infer=infer, source=name))
+
+    def of_owner(column: RawColumn, owner: Owner) -> pa.Array:
+        values = numbered.all_values(column.source)
+        # Any later action of a user may be the held-out target, so only the first one counts, even if it has no value.
+        keys = numbered.of_users(column.source) if owner == "user" else numbered.of_items(column.source, _present(values))
+        return values.take(pa.array(keys, mask=keys < 0))
+
+    names = name_features(found, known.schema.features if known else ())
+    title = options.title_column if options.title_column in job.items.columns else ""
+    stated = embedded(stated, names, options.embedded_columns, title)
+    chosen, notes = apply_options(names, stated, options.schema, of_owner, unit), list[str]()
+    if options.embed_with != NGRAMS and not any(of.kind and kind_named(of.kind).of_texts for of in chosen):
+        raise ValueError(f"--embed-with: {options.schema} has no kind text; name columns with --embed")
+    if known:
+        chosen, notes = as_in_schema(chosen, known.schema, known.encoders, of_owner)
+    try:
+        made = make_features(chosen, numbered.item_ids, unit, options.embed_with)
+    except ValueError as error:
+        # A kind that is stated, or that of the dataset before, may not fit its column.
+        of_values = str(error).startswith("feature ")
+        where = options.schema if not known else Path(options.source).name if of_values else ""
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+    made = replace(made, notes=[*notes, *made.notes], unused={} if known else made.unused | unread)
+    return made, {of.name: of.source for of in chosen if of.owner == "event"}
+
+
+def _names_each_action(numbered: Numbered, name: str) -> bool:
+    values, counts = numbered.values(name)
+    there = np.asarray(values.is_valid())
+    count = int(counts[there].sum())
+    if 2 * np.count_nonzero(there) <= count:
+        return False
+    return name_each_row(name, *numbered.sample(name, SAMPLE), values.drop_null(), count)
+
+
+def _present(values: pa.Array) -> np.ndarray:
+    """Which values stand for something."""
+    return np.asarray(filled(values).is_valid())
+
+
+def _titles(job: Job, of_items: pa.Array | None, numbered: Numbered) -> pa.Array | None:
+    """Titles from the table of items, else from the item's last action that has one."""
+    name = job.options.title_column
+    known = []
+    if of_items is not None:
+        known.append(titles_of("items", of_items, job.items.kinds.get(name)))
+    if name in numbered.columns:
+        values = numbered.all_values(name)
+        keys = numbered.of_items(name, _present(values), last=True)
+        known.append(titles_of("actions", values.take(pa.array(keys, mask=keys < 0)), job.actions.kinds.get(name)))
+    return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
+
+
+def titles_of(owner: str, values: pa.Array, kind: str | None = None) -> pa.Array:
+    """The column title of some owner as text, which a sequence of tokens is not yet; ValueError if it cannot be that.
+    `kind`: that which the file states."""
+    try:
+        return pc.binary_join(values, " ") if kind == "ids" and is_list(values.type) else values.cast(pa.string())
+    except pa.ArrowException:
+        raise ValueError(f"column title of the {owner} is of type {values.type}, not text; rename it") from None

@@ -1,0 +1,199 @@
+"""Tables of actions: CSV, JSON lines or Parquet, one file or a folder of parts; and tables of items and of users.
+
+Times are read as times.py says: numbers in any unit, or dates, which become whole seconds since 1970. Fractions order
+the actions of one time. Columns of the actions other than user, item and time become features of the event, except
+`title`, which is text about the item. Columns of the files of --items and --users become features of items and users.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.progress import Progress
+
+from logitmix.common.files import from_json
+from logitmix.common.mappings import counted
+from logitmix.modules.schema import Owner
+from logitmix.trainer.data.description import schema_of
+from logitmix.trainer.data.times import Clock
+from logitmix.trainer.prepare.append import parts_of
+from logitmix.trainer.prepare.download import find_source
+from logitmix.trainer.prepare.features import read_schema
+from logitmix.trainer.prepare.files import ATOMIC, ENDINGS, InputFile, find_parts
+from logitmix.trainer.prepare.ids import as_whole, doubtful, exact_ids, labeled, shortened
+from logitmix.trainer.prepare.joined import NOTHING_JOINED, Joins, join, joins_of
+from logitmix.trainer.prepare.lists import Lists
+from logitmix.trainer.prepare.matching import alike
+from logitmix.trainer.prepare.rejects import Rejects
+from logitmix.trainer.prepare.row_numbers import is_pandas_index
+from logitmix.trainer.prepare.scan import Block
+from logitmix.trainer.prepare.tables import TIME, Job, SideTable, read_blocks, side_table
+from logitmix.trainer.prepare.text import CSV, Layout
+
+OWNERS: dict[str, Owner] = {"--items": "item", "--users": "user"}
+TIMES = f"{TIME}, nor a date in a usual form (--time-format gives another)"
+
+
+@dataclass(frozen=True)
+class ColumnNames:
+    """The names of the actions' columns."""
+
+    user: str = "user"
+    item: str = "item"
+    timestamp: str = "timestamp"
+    """Empty: the order of the rows is the time."""
+
+    def keys(self, label: str, header: list[str]) -> list[str]:
+        """The named columns. ValueError if the file lacks one."""
+        if not header:
+            raise ValueError(f"{label}: has no columns; give a table of actions with --source")
+        columns = {"--user-column": self.user, "--item-column": self.item, "--timestamp-column": self.timestamp}
+        for flag, name in columns.items():
+            if name and _found(name, header) is None:
+                order = '; for the order of the rows write --timestamp-column ""' if "timestamp" in flag else ""
+                alike = [of for of in header if of.strip().lower() == name.strip().lower()]
+                there = f" (did you mean {alike[0]!r}?); there are: " if alike else "; there are: "
+                there += ", ".join(of if of == of.strip() else repr(of) for of in header)
+                raise ValueError(f"{label}: no column {name!r}{there}. Name the right one with {flag}{order}")
+        return [found for name in columns.values() if name and (found := _found(name, header))]
+
+
+def _found(name: str, header: list[str]) -> str | None:
+    """The column of that name; user_id and item_id for the usual names of users and items."""
+    names = [name, f"{name}_id"] if name in (ColumnNames.user, ColumnNames.item) else [name]
+    return next((each for each in names if each in header), None)
+
+
+def read(job: Job) -> None:
+    options, rejects = job.options, job.rejects
+    job.source = find_source(options, job.progress, reason="is a format, not one data set")
+    job.files = _parts(job.source, "--source", rejects)
+    names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
+    columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
+    layout = Layout(options.delimiter.replace("\\t", "\t"), columns, options.quote or None, encoding=options.encoding)
+    lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), rejects)
+    clock = Clock(options.time_format) if names.timestamp else None
+    first = 0
+    if options.append:
+        # `prepare` has read it, and compared all files with their digests.
+        before = from_json((Path(options.append) / "dataset.json").read_text(encoding="utf-8"))
+        joins = joins_of(schema_of(before, before["items"]).features)
+        times = parts_of(before)[-1].get("times") or {}
+        first = times.get("last", -1) + 1 if not times.get("unit") else 0
+    else:
+        joins = joins_of(read_schema(options.schema))
+    blocks = read_actions(job.files, names, rejects, job.progress, layout, lists, joins)
+    must = f"as --time-format {options.time_format!r} says" if options.time_format else TIMES
+    job.read_actions(blocks, clock, must, first, names.timestamp)
+    ids = job.actions.ids
+    for what, name in (("user", names.user), ("item", names.item)):
+        whole = as_whole(name, ids[what]["id"].combine_chunks(), rejects)
+        ids[what] = ids[what].set_column(2, "whole", whole)
+    lists.say()
+    for what, name in (("user", names.user), ("item", names.item)):
+        for line in doubtful(name, ids[what]):
+            rejects.say(line)
+    for line in labeled(names.item, ids["item"]["whole"].combine_chunks().unique()):
+        rejects.say(line)
+    for what, name in (("user", names.user), ("item", names.item)):
+        whole = ids[what]["whole"].combine_chunks().unique()
+        for line in (*alike(what, whole), *shortened(name, whole)):
+            rejects.say(line)
+    layout = replace(layout, columns=())
+    job.items, job.users = (
+        read_side(path, flag, column, rejects, job.progress, layout, joins, ids[what]["whole"].combine_chunks())
+        for path, flag, column, what in (
+            (options.items, "--items", names.item, "item"),
+            (options.users, "--users", names.user, "user"),
+        )
+    )
+    job.actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(job)))
+
+
+def read_actions(
+    files: Iterable[InputFile],
+    names: ColumnNames,
+    rejects: Rejects,
+    progress: Progress,
+    layout: Layout,
+    lists: Lists,
+    joins: Joins,
+) -> Iterator[Block]:
+    """The actions of the parts of a table, in the given order; rows with lists of items are several. `joins` are the
+    columns that are read as one. ValueError if a column is missing or has an unfit type."""
+    for file in files:
+        for block in read_blocks(file, names.keys, rejects, progress, layout):
+            for rows in lists.explode(block):
+                yield exact_ids(join(rows, "event", joins, rejects), ("user", "item"), rejects)
+
+
+def read_side(
+    path: str,
+    flag: str,
+    id_column: str,
+    rejects: Rejects,
+    progress: Progress,
+    layout: Layout = CSV,
+    joins: Joins = NOTHING_JOINED,
+    known: pa.Array | None = None,
+) -> SideTable:
+    """A table of items or users by id, which is the column of that name, or else the first column that is not pandas'
+    index. ValueError if the first name in the header is like the `known` ids, for then it is data."""
+    if not path:
+        return SideTable()
+
+    def id_of(label: str, header: list[str]) -> list[str]:
+        if not header:
+            raise ValueError(f"{label}: has no columns; give a table with {flag}")
+        first = next((name for name in header if not is_pandas_index(name)), header[0])
+        return [_found(id_column, header) or first]
+
+    first_column = ""
+
+    def blocks() -> Iterator[Block]:
+        nonlocal first_column
+        for file in _parts(Path(path), flag, rejects):
+            for rows in read_blocks(file, id_of, rejects, progress, layout):
+                (name,) = rows.keys
+                first_column = "" if _found(id_column, [name]) else name
+                if known is not None and first_column and _is_like_ids(name, known):
+                    raise ValueError(
+                        f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; "
+                        "put the names of the columns in a line before it"
+                    )
+                yield exact_ids(join(rows, OWNERS[flag], joins, rejects), ("id",), rejects)
+
+    table = side_table(blocks(), rejects)
+    return replace(table, ids=as_whole(f"{id_column} of {flag}", table.ids, rejects), first_column=first_column)
+
+
+def _is_like_ids(name: str, ids: pa.Array) -> bool:
+    """Whether a name is one of the ids, or like most of them but for its digits."""
+    if pc.index(ids, name).as_py() >= 0:
+        return True
+    alike = pc.equal(pc.replace_substring_regex(ids[:1000], "[0-9]+", "0"), re.sub("[0-9]+", "0", name))
+    return any(map(str.isdigit, name)) and 2 * (pc.sum(alike).as_py() or 0) > len(alike)
+
+
+def _parts(source: Path, flag: str, rejects: Rejects) -> list[InputFile]:
+    """The file, or the tables in the folder, whose other files are named."""
+    if not source.is_dir():
+        return [InputFile(source)]
+    endings = (*ENDINGS, ATOMIC[flag])
+    parts, others, empty = find_parts(source, endings)
+    unread = f"{counted(len(others), 'file')}, such as {others[0]}" if others else ""
+    if not parts:
+        there = f" (but {unread})" if unread else ""
+        raise ValueError(
+            f"{source}: no {', '.join(endings)}, or compressed ones, in this folder{there}; give a table with {flag}"
+        )
+    if unread:
+        rejects.say(f"{source}: not read, as the names end in none of {', '.join(endings)}: {unread}")
+    if empty:
+        rejects.say(
+            f"{source}: not read, as there is nothing in them: {counted(len(empty), 'file')}, such as {empty[0]}"
+        )
+    return parts

@@ -1,0 +1,188 @@
+"""The summary of a dataset that `logitmix prepare` prints."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from time import time
+from typing import Any
+
+from logitmix.common.mappings import counted, from_mapping
+from logitmix.common.storage import place_of
+from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.trainer.config import load_recipe, recipe_names
+from logitmix.trainer.data.description import APPENDED, UNIT_NAMES, UNITS
+
+OWNERS = {"item": "items", "user": "users", "event": "actions"}
+_OF_KINDS = re.compile("event|action|behaviou?r|type|kind", re.IGNORECASE)
+"""In the name of a feature that says of what kind an action is."""
+_KINDS = 20
+"""Most values of it."""
+_DAY = 86_400
+"""Seconds by which clocks and time zones may differ."""
+_1980 = 315_532_800
+"""Seconds of its beginning: earlier times are often in another unit."""
+
+
+def summarize(description: Mapping[str, Any], directory: Path) -> str:
+    """Lines of text, from the content of dataset.json: what was read, removed and written, and what to do next."""
+    if appended := description.get(APPENDED):
+        return _of_appended(description, appended[-1], directory)
+    schema = from_mapping(Schema, description["schema"], "schema")
+    features = [feature for feature in schema.features if feature.name != ITEM]
+    lines = _of_reading(description, directory)
+    lines.append(f"written   {_counts(description)} to {directory}")
+    lines.append(f"users     {_lengths(description)}")
+    lines += [f"times     {_span(description['times'])}", *_ties(description)]
+    lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
+    lines.append(f"titles    {_titles(description['titles'], description['items'], features)}")
+    lines += _features(features, schema, bool(description["titles"]))
+    lines.append(f"next      {_next(directory)}")
+    if any(feature.owner != "item" for feature in features):
+        lines.append("          (with --model.features all it learns from the features of users and actions, too)")
+    if kinds := [f.name for f in features if _tells_kinds(f, schema)]:
+        given = f'--data.targets "{kinds[0]} = VALUE"'
+        lines.append(f"          (with {given} actions of one kind are predicted, from those of all kinds)")
+    if description["filters"].get("shown"):
+        lines.append("          (with --data.negatives shown, from what was not taken)")
+    return "\n".join(lines)
+
+
+def _of_reading(of: Mapping[str, Any], folder: Path) -> list[str]:
+    """Lines about what was read and is not in the dataset, which the folder may list."""
+    lines = [f"read      {_counts(of['read'])}"]
+    if rejected := of["rejected_lines"]:
+        lines.append(f"rejected  {counted(rejected, 'malformed line')}, listed in {folder}/rejects.tsv")
+    return lines + [f"removed   {line}" for line in _removals(of["filters"])]
+
+
+def _of_appended(description: Mapping[str, Any], last: Mapping[str, Any], directory: Path) -> str:
+    """Lines about what was appended last."""
+    lines = _of_reading(last, directory / APPENDED / f"{len(description[APPENDED]):05d}")
+    new = f"{counted(last['users'], 'new user')} and {counted(last['items'], 'new item')}"
+    lines.append(f"appended  {counted(last['actions'], 'action')} with {new}")
+    lines.append(f"times     {_span(last['times'])}")
+    lines.append(f"now       {_counts(description)} in {directory}")
+    return "\n".join(lines)
+
+
+def _removals(filters: Mapping[str, Any]) -> list[str]:
+    """A line for each filter that removed something."""
+    reasons = {name: f"by --{name.replace('_', '-')} {value}" for name, value in filters.items()}
+    for name in ("where", "shown"):
+        reasons[name] = "by " + " ".join(f"--{name} {shlex.quote(condition)}" for condition in filters.get(name, ()))
+    reasons["duplicates"] = "equal to an earlier one in everything (--keep-duplicates keeps them)"
+    removed = filters["removed"].items()
+    return [
+        f"{counted(counts['actions'], 'action') if name == 'duplicates' else _counts(counts)} {reasons[name]}"
+        for name, counts in removed
+        if counts["actions"]
+    ]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(counted(counts[f"{what}s"], what) for what in ("user", "item", "action"))
+
+
+def _lengths(description: Mapping[str, Any]) -> str:
+    users = max(1, description["users"])
+    cut = {
+        last: of["actions"]
+        for last, of in description["last_actions"].items()
+        if of["actions"] < description["actions"]
+    }
+    shown = f"{description['actions'] / users:.2f} actions each"
+    return shown + "".join(f", {actions / users:.2f} of the last {last}" for last, actions in cut.items())
+
+
+def _sides(description: Mapping[str, Any]) -> dict[str, str]:
+    """How the tables of items and users fit the dataset, where they do not wholly."""
+    lines = {}
+    for what, counts in description["side_tables"].items():
+        given = (description["source"] or {}).get(what)
+        name = given["name"] if given else f"the source's table of {what}"
+        matched, ids, idle = counts["matched"], counts["ids"], counts["without_actions"]
+        if missing := description[what] - matched:
+            lines[what] = f"{matched:,} of {description[what]:,} are in {name}: {missing:,} without features of it"
+        elif idle or given:
+            lines[what] = f"all are in {name}"
+        if idle:
+            lines[what] += f"; {idle:,} of its {ids:,} ids have no actions and are left out"
+    return lines
+
+
+def _span(times: Mapping[str, Any]) -> str:
+    if unit := times["unit"]:
+        first, last = (_date(times[edge] // UNITS[unit]) for edge in ("first", "last"))
+        strange = [
+            "the first are before 1980" if times["first"] / UNITS[unit] < _1980 else "",
+            "the last are in the future" if times["last"] / UNITS[unit] > time() + _DAY else "",
+        ]
+        said = ", ".join(filter(None, strange))
+        return f"{first} to {last}, in {UNIT_NAMES[unit]}{f': {said}' if said else ''}"
+    return f"{times['first']} to {times['last']}: an order, but no dates"
+
+
+def _date(seconds: int) -> str:
+    try:
+        return (datetime(1970, 1, 1) + timedelta(seconds=seconds)).isoformat(" ", "minutes")
+    except OverflowError:
+        return f"{seconds} seconds since 1970"
+
+
+def _ties(description: Mapping[str, Any]) -> list[str]:
+    """A line if the order of equal times decides something."""
+    times = description["times"]
+    if not times["tied_actions"]:
+        return []
+    actions = _share(times["tied_actions"], description["actions"])
+    users = _share(times["users_that_end_tied"], description["users"])
+    return [
+        f"          {actions} of the actions have the time of another one of their user, the last ones of "
+        f"{users} of the users: they are in the order of the file"
+    ]
+
+
+def _share(count: int, of: int) -> str:
+    return "fewer than 0.1%" if 0 < count < of / 1000 else f"{count / of:.1%}"
+
+
+def _titles(known: int, items: int, features: list[Feature]) -> str:
+    if not known:
+        near = [feature.name for feature in features if feature.owner != "user" and "title" in feature.name.lower()]
+        by = f"--title-column {near[0]}" if near else "a column `title` or --title-column"
+        return f"none: answers will show ids ({by} gives them)"
+    return "of all items" if known == items else f"of {known:,} of {counted(items, 'item')}"
+
+
+def _features(features: list[Feature], schema: Schema, have_titles: bool) -> list[str]:
+    if not features:
+        return ["features  none but the item ids" + have_titles * " (--embed makes vectors of texts, such as titles)"]
+    width, wide = (max(len(getattr(feature, of)) for feature in features) for of in ("name", "kind"))
+    rows = [
+        f"{f.name:{width}}  {f.kind:{max(wide, 6)}}  of {OWNERS[f.owner]:7}{_values(f, schema)}".rstrip()
+        for f in features
+    ]
+    return [f"features  {rows[0]}", *(f"{'':10}{row}" for row in rows[1:])]
+
+
+def _values(feature: Feature, schema: Schema) -> str:
+    if feature.sparse:
+        return f"  {counted(schema.table(feature.table).rows - 1, 'value')}"
+    return f"  {counted(feature.width, 'number')} each" if feature.form.wide else ""
+
+
+def _tells_kinds(feature: Feature, schema: Schema) -> bool:
+    """Whether it seems to say of what kind an action is, and there are several."""
+    is_id = feature.owner == "event" and feature.kind == "id"
+    return is_id and bool(_OF_KINDS.search(feature.name)) and 2 < schema.table(feature.table).rows <= _KINDS + 1
+
+
+def _next(directory: Path) -> str:
+    """The command that trains on the dataset, with its own recipe or else one that sizes itself."""
+    for recipe in recipe_names():
+        if load_recipe(recipe).data.path == place_of(directory):
+            return f"logitmix train {recipe}"
+    words = ["logitmix", "train", "auto", "--data.path", place_of(directory), "--run", f"runs/{directory.name}"]
+    return shlex.join(words)
