@@ -1,7 +1,7 @@
 """DuckDB as `prepare` uses it: tables by name, made by SELECT statements, in a memory that is limited and spills.
 
-`trainer/prepare/number.py` needs no more of an engine than the methods of `Engine`: an engine that has the table `rows`,
-and translates DuckDB's SQL, numbers the actions by the same statements.
+`trainer/prepare/number.py` needs no more of an engine than the methods of `Engine`: one that has the table `rows`, and
+translates DuckDB's SQL, numbers the actions by the same statements.
 """
 
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ may be the open ends of a database, such as 9999-12-31."""
 DIGITS = {8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 """Forms of dates written as numbers, by how many digits they have."""
 
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _MONTH = rf"(?i:{'|'.join(_MONTHS)})[a-z]*\.?"
 _HOUR, _MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
 _ISO = rf"[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}([T ]{_HOUR}:{_MINUTE}:{_MINUTE}(\.[0-9]{{1,6}})?Z?)?"
@@ -43,7 +43,33 @@ _WRITTEN = (
 )
 """All dates that are read: year first; compact; with the English name of the month, as 01-Jan-1995, Sun, 1 Jan 1995 or
 January 1, 1995; or day and month before the year."""
-_GROUPS = "y1 m1 d1 y2 m2 d2 d4 name1 y4 name2 d5 y5 a mark b y3 hour minute second fraction half zone sign zh zm".split()
+_GROUPS = [
+    "y1",
+    "m1",
+    "d1",
+    "y2",
+    "m2",
+    "d2",
+    "d4",
+    "name1",
+    "y4",
+    "name2",
+    "d5",
+    "y5",
+    "a",
+    "mark",
+    "b",
+    "y3",
+    "hour",
+    "minute",
+    "second",
+    "fraction",
+    "half",
+    "zone",
+    "sign",
+    "zh",
+    "zm",
+]
 
 READ_TEXTS = rf"""
 with shaped as (

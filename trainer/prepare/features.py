@@ -151,7 +151,7 @@ def make_features(
     unit: str = "",
     embed_with: str = NGRAMS,
 ) -> Features:
-    """Encodes columns as features. Columns are read one after the other. `unit` is that of the actions' times; "" if they are no dates.
+    """Encodes columns as features, one after the other. `unit` is that of the actions' times; "" if they are no dates.
     `embed_with` names the encoder of texts.
 
     Raises ValueError where values do not fit the kind that was stated.
@@ -409,9 +409,7 @@ def apply_options(
             column = replace(column, owner=said.owner, values=of_owner(column, said.owner), counts=None)
         kind = column.kind if said.kind == "auto" else said.kind
         of_times = unit if column.owner == "item" else ""
-        if column.name in options.features and not (
-            kind or _inferred(column.load(), said.missing, of_times)
-        ):
+        if column.name in options.features and not (kind or _inferred(column.load(), said.missing, of_times)):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
                 f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"

@@ -37,7 +37,10 @@ ORDER = "time, fraction, file, line, place"
 NO_FILE = -1
 """The number of the file of what waits since an earlier `prepare`."""
 
-VALUES = "select {column} as value, row_number() over (order by {column}) - 1 as key from (select distinct {column} from rows where {column} is not null) as different_values"
+VALUES = """
+select {column} as value, row_number() over (order by {column}) - 1 as key
+from (select distinct {column} from rows where {column} is not null) as different_values
+"""
 CODED = """
 select r.file, r.line, r.place, u.key as user_key, i.key as item_key, {time} as time, r.fraction,
     {acts} as acts{keys}
@@ -65,6 +68,7 @@ OFTEN = "select {key} from {table} group by {key} having count(*) >= {least}"
 ONLY = "select {table}.* from {table} semi join often on {table}.{key} = often.{key}"
 COUNTS = "select count(distinct user_key), count(distinct item_key), count(*) from {table}"
 KEPT_KEYS = "select distinct {what}_key as key from kept order by key"
+
 
 @dataclass
 class Numbered:
@@ -175,7 +179,8 @@ def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Tab
         read_ids[f"{what}s"] = distinct
         more = _holding(column, distinct, [*conditions, *shown], f"{what[0]}", holding, job)
         engine.put(
-            f"{what}s_read", pa.table({"id": table["id"], "key": keys} | {of: held.take(keys) for of, held in more.items()})
+            f"{what}s_read",
+            pa.table({"id": table["id"], "key": keys} | {of: held.take(keys) for of, held in more.items()}),
         )
     tables = {}
     for name, column in actions.columns.items():
@@ -199,12 +204,15 @@ def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Tab
             acts=acts,
             chosen=chosen,
             keys="".join(f", {tables[name]}.key as {tables[name]}" for name in columns),
-            joins="".join(f" left join {tables[name]} on r.{of} = {tables[name]}.value" for name, of in columns.items()),
+            joins="".join(
+                f" left join {tables[name]} on r.{of} = {tables[name]}.value" for name, of in columns.items()
+            ),
         ),
     )
     (rows,) = engine.row("select count(*) from rows")
     if not engine.row("select count(*) from coded")[0]:
-        raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {rows:,} actions{_examples(engine, job, conditions)}")
+        none = f"--where {' and '.join(options.where)} leaves none of the {rows:,} actions"
+        raise ValueError(none + _examples(engine, job, conditions))
     read = {"users": len(read_ids["users"]), "items": len(read_ids["items"]), "actions": rows}
     engine.drop("rows")
     return _filtered(engine, options, read_ids, tables, read, numbering, waiting)
@@ -373,10 +381,15 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
         from followed as f join followed as a on f.user_key = a.user_key and f.next = a.nth
         where not f.acts order by a.file, a.line, a.place, f.nth
     """)
-    left = engine.table("select user_key, item_key from followed where next is null and not acts order by user_key, nth")
+    left = engine.table(
+        "select user_key, item_key from followed where next is null and not acts order by user_key, nth"
+    )
     engine.drop("followed", "shown")
     table = pa.table(
-        {"user": users.take(left["user_key"].combine_chunks()), "item": all_items.take(left["item_key"].combine_chunks())}
+        {
+            "user": users.take(left["user_key"].combine_chunks()),
+            "item": all_items.take(left["item_key"].combine_chunks()),
+        }
     )
     if nobodys is not None and len(nobodys):
         table = pa.concat_tables([nobodys.cast(table.schema), table])
@@ -399,7 +412,9 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
 def _lists(shown: pa.Table, item_ids: pa.Array) -> pa.Table:
     """One row for each action, with the list of the items that were shown before it."""
     places = np.stack([shown[name].to_numpy() for name in ("file", "line", "place")])
-    starts = np.flatnonzero(np.append(True, (places[:, 1:] != places[:, :-1]).any(0))) if len(shown) else np.empty(0, int)
+    starts = (
+        np.flatnonzero(np.append(True, (places[:, 1:] != places[:, :-1]).any(0))) if len(shown) else np.empty(0, int)
+    )
     values = item_ids.take(shown["item_key"].combine_chunks())
     lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(shown)), pa.int32()), values)
     return shown.select(["file", "line", "place"]).take(pa.array(starts)).append_column("value", lists)

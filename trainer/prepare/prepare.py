@@ -66,8 +66,8 @@ from logitmix.trainer.prepare.write import PartWriter, write_sequences
 FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
 TITLE = "title"
 FOR_DUCK, LEAST = 0.6, 128 << 20
-"""Share of --memory that DuckDB may take, and the bytes that it needs at the least; the rest is for blocks of files, ids
-and what is written."""
+"""Share of --memory that DuckDB may take, and the bytes that it needs at the least. The rest is for blocks of files,
+ids and what is written."""
 
 
 class Known(NamedTuple):
@@ -132,9 +132,7 @@ def _check_files(options: PrepareOptions) -> None:
             raise ValueError(f"no file at {path}; --{setting} must name one")
 
 
-def _prepare(
-    directory: Path, options: PrepareOptions, console: Console, known: Known | None = None
-) -> dict[str, Any]:
+def _prepare(directory: Path, options: PrepareOptions, console: Console, known: Known | None = None) -> dict[str, Any]:
     """Fills the directory. With the features that are `known`, if there are such, and no others."""
     stated, out = read_schema(options.schema), options.directory
     with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
@@ -187,6 +185,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
             )
     elif out.exists():
         raise ValueError(f"{out} exists and is not only a dataset; choose another --out")
+
 
 def _read(job: Job, known: Known | None) -> Numbered:
     """The source's actions, numbered. ValueError if there are none."""
@@ -360,7 +359,9 @@ def _features(
     def of_owner(column: RawColumn, owner: Owner) -> pa.Array:
         values = numbered.all_values(column.source)
         # Any later action of a user may be the held-out target, so only the first one counts, even if it has no value.
-        keys = numbered.of_users(column.source) if owner == "user" else numbered.of_items(column.source, _present(values))
+        keys = (
+            numbered.of_users(column.source) if owner == "user" else numbered.of_items(column.source, _present(values))
+        )
         return values.take(pa.array(keys, mask=keys < 0))
 
     names = name_features(found, known.schema.features if known else ())

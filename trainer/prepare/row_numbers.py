@@ -40,11 +40,11 @@ def numbering(engine: Engine, columns: Mapping[str, str], stated: Collection[str
         if name in stated or not (named or len(head) == LEAST) or not numbers_the_rows(head, named):
             continue
         digits = f"regexp_full_match(cast({column} as varchar), '[0-9]{{1,18}}')"
+        number = f"try_cast({column} as bigint)"
         step = "step > 0" if named else "step = 1"
         least, share = engine.row(f"""
             select coalesce(bool_and(coalesce(whole, false)), false), avg(case when {step} then 1.0 else 0.0 end) from (
-                select {digits} as whole, try_cast({column} as bigint) - lag(try_cast({column} as bigint)) over ({order})
-                    as step from rows
+                select {digits} as whole, {number} - lag({number}) over ({order}) as step from rows
             ) as steps where step is not null or not coalesce(whole, false)
         """)
         if least and (share or 0) > 0.95:
@@ -55,7 +55,9 @@ def numbering(engine: Engine, columns: Mapping[str, str], stated: Collection[str
 def numbers_a_table(name: str, values: pa.Array) -> bool:
     """Whether a column counts the rows of a table that is in memory."""
     named = bool(_INDEX.fullmatch(name))
-    return (named or len(values) >= LEAST) and numbers_the_rows(values[:LEAST], named) and numbers_the_rows(values, named)
+    return (
+        (named or len(values) >= LEAST) and numbers_the_rows(values[:LEAST], named) and numbers_the_rows(values, named)
+    )
 
 
 def numbers_the_rows(values: pa.Array, named: bool) -> bool:

@@ -29,7 +29,7 @@ from logitmix.trainer.prepare.scan import Block, Keys, read_parquet
 from logitmix.trainer.prepare.text import CSV, Layout, read_text
 
 TIME = "a number between -2^62 and 2^62"
-OWN = "file integer, line bigint, place integer, \"user\" varchar, item varchar, time bigint, fraction integer"
+OWN = 'file integer, line bigint, place integer, "user" varchar, item varchar, time bigint, fraction integer'
 ORDER = "file, line, place"
 """Of the rows as they are in the files."""
 
@@ -310,7 +310,12 @@ class Job:
             block, times = self._accept(block, times, must)
             rows = len(block.numbers)
             if times is None:
-                times = pa.table({"seconds": pa.array(np.arange(taken, taken + rows)), "fraction": pa.array(np.zeros(rows, np.int32))})
+                times = pa.table(
+                    {
+                        "seconds": pa.array(np.arange(taken, taken + rows)),
+                        "fraction": pa.array(np.zeros(rows, np.int32)),
+                    }
+                )
                 taken += rows
             places = np.zeros(rows, np.int32) if block.places is None else block.places.astype(np.int32)
             fractions = times["fraction"].to_numpy() + (places if block.one_time else 0)

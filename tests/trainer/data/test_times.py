@@ -116,7 +116,11 @@ def read(*columns: pa.Array, form: str = "") -> tuple[list[int | None], list[int
     """Times and fractions of parts of one column, null where there is none."""
     clock = Clock(form)
     parts = [clock.read(f"{part}.csv", np.arange(2, 2 + len(column)), column) for part, column in enumerate(columns)]
-    rows = pa.concat_tables(parts).rename_columns({"seconds": "time"}).append_column("row", pa.array(range(sum(map(len, parts)))))
+    rows = (
+        pa.concat_tables(parts)
+        .rename_columns({"seconds": "time"})
+        .append_column("row", pa.array(range(sum(map(len, parts)))))
+    )
     scratch().put("rows", rows)
     found = scratch().table(f"select {clock.settled(scratch())} as time, fraction from rows as r order by row")
     return found["time"].to_pylist(), [of or 0 for of in found["fraction"].to_pylist()], clock

@@ -82,7 +82,9 @@ def _read_reviews(file: InputFile, job: Job) -> Iterator[Block]:
 
 def _read_metadata(file: InputFile, job: Job) -> SideTable:
     """Titles, categories and prices, and in 2023 the stores: JSON of 2018 and 2023, or the Python literals of 2014."""
-    items = [item for block in records(file, _json_or_literal, _item, job.rejects, job.progress) for _, item, _ in block]
+    items = [
+        item for block in records(file, _json_or_literal, _item, job.rejects, job.progress) for _, item, _ in block
+    ]
     types = {"title": pa.string(), "category": pa.list_(pa.string()), "price": pa.float32(), "store": pa.string()}
     columns = {name: pa.array([item[1 + at] for item in items], kind) for at, (name, kind) in enumerate(types.items())}
     if columns["store"].null_count == len(items):

@@ -85,7 +85,9 @@ def test_parquet_rows_keep_their_numbers_over_batches(tmp_path: Path, rejects: R
     numbers = range(len(users))
     read = actions_of(parquet_of(tmp_path, {"user": users, "item": numbers, "timestamp": numbers}), rejects)
     assert read[-1] == ("b", str(scan.BLOCK_ROWS + 1), scan.BLOCK_ROWS + 1)
-    assert listed(rejects) == [["in.parquet", str(scan.BLOCK_ROWS + 1), "the user is empty", f",{scan.BLOCK_ROWS},{scan.BLOCK_ROWS}"]]
+    assert listed(rejects) == [
+        ["in.parquet", str(scan.BLOCK_ROWS + 1), "the user is empty", f",{scan.BLOCK_ROWS},{scan.BLOCK_ROWS}"]
+    ]
 
 
 def test_without_a_time_column_the_order_counts_over_all_parts(tmp_path: Path, rejects: Rejects) -> None:
