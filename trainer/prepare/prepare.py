@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from logitmix.common.files import clean_up, held_alone, naming, only_writer, staging_path, whole_directory
+from logitmix.common.mappings import first_line
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
@@ -158,7 +159,12 @@ def database(out: Path, memory: int) -> Iterator[Duck]:
             yield duck
         except duckdb.OutOfMemoryException:
             raise ValueError(
-                f"--memory {memory >> 20}MiB is too little for this source; give more, or leave it out"
+                f"--memory {memory >> 20} MiB is too little for this source; give more, or leave it out"
+            ) from None
+        except duckdb.IOException as error:
+            raise ValueError(
+                f"{folder.parent}: the actions do not fit into --memory, nor on this disk ({first_line(error)}); free "
+                "some of it, or give more --memory"
             ) from None
         finally:
             duck.close()
