@@ -7,10 +7,11 @@ for the device leaves it idle. So this runs a whole step of each recipe, as on o
 tensors that have shapes and no memory and say that they are on the GPU. No GPU is needed, and nothing is computed.
 
 Counted as launches: every operation of torch that reaches a kernel; KERNELS has those that take several, or none. A
-Triton kernel of ours is one. The tables' lookup and update, FBGEMM's, and flash attention run stand-ins, which count
-what FUSED says. Multi-tensor operations count what torch's division into chunks gives. A collective on the device is
-one. Copies from the host are apart; one blocks if its memory is not pinned. A wait is whatever makes the host read the
-device: a number, a list, a copy, a mask's or a set's size. The waits of logged steps are no part of it.
+Triton kernel of ours is one, and so is a copy to pinned memory of the host. The tables' lookup and update, FBGEMM's,
+and flash attention run stand-ins, which count what FUSED says. Multi-tensor operations count what torch's division into
+chunks gives. A collective on the device is one. Copies from the host are apart; one blocks if its memory is not pinned.
+A wait is whatever makes the host read the device: a number, a list, a copy, a mask's or a set's size; not an event, for
+which it waits in each step, of the one before. The waits of logged steps are no part of it.
 
 The other ranks are stood in for: each asks for as many rows as this rank asks of itself. The dataset is made up, with
 histories up to the longest that the recipe reads.
@@ -51,7 +52,7 @@ from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.loop import training_batches
-from logitmix.trainer.parallel import optimizer, parallelize
+from logitmix.trainer.parallel import clipping, optimizer, parallelize
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.plan import Devices
 from logitmix.trainer.step.pipeline import PHASES, Pipeline
@@ -157,6 +158,9 @@ class Meter(TorchDispatchMode):
             self.note("waits", name)
             return _READS[name](args[0])
         target = args[0] if name == "copy_" else None
+        if there and len(args) > 2 and getattr(target, "in_pinned_memory", False):
+            self.note("launches", "copy_ to the host")
+            return target
         if (target is not None and not isinstance(target, OnGPU)) or (
             there and device is not None and device.type == "cpu"
         ):
@@ -368,9 +372,14 @@ def _attended(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
 
 def _looked_up(self: Any, features: Any) -> Tensor:
     """In place of a kernel of tables of one width: one lookup and one update, whatever their number."""
+    _ADAM.iter_cpu += 1
     shape = len(features.values()), self._shards[0][1].row.shape[1]
     asks = torch.empty(0, device=GPU, requires_grad=True)
     return cast(Tensor, _Fused.apply(("lookup", "update"), shape, torch.float32, asks))
+
+
+_ADAM = SimpleNamespace(iter_cpu=0)
+"""In place of FBGEMM's tables, which count their lookups."""
 
 
 def _pinned(self: Tensor) -> Tensor:
@@ -436,6 +445,7 @@ def as_if_on_a_gpu(
         "device_of": lambda _: nullcontext(),
         "get_device_properties": lambda *_: properties,
         "is_current_stream_capturing": lambda: False,
+        "Event": lambda *_: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
         "Stream": lambda *_: _Stream(),
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: nullcontext(),
@@ -456,6 +466,7 @@ def as_if_on_a_gpu(
             patch(clip_grad, name, lambda *_: True)
         patch(sasrec, "attend_jagged", _attended)
         patch(optimizer._UpdatedRows, "forward", _looked_up)
+        patch(clipping, "fused_adam", lambda _: _ADAM)
         # Every rank says that it has the first one's shards.
         patch(ShardedTensor, "_init_from_local_shards", lambda *_, **__: SimpleNamespace())
         patch(parallelize, "own_group", lambda ranks, _: ranks.group)
@@ -514,6 +525,8 @@ def counted(config: Config, world_size: int) -> Counts:
         with as_if_on_a_gpu():
             model = parallelize.parallelize(dataset.schema, config, ranks, restored=True)
             optimizer = dense_optimizer(model.tower, config.dense)
+            tables, _ADAM.iter_cpu = model.table_optimizers, 0
+            tables.first_rows = [torch.empty(table.dim, device=GPU) for table in model.plan.values() for _ in range(3)]
             with Pipeline(model, optimizer, batches.at, STEPS) as pipeline:
                 pipeline.clock = cast(Any, _Phases())
                 for _ in range(STEP - 1):

@@ -60,7 +60,7 @@ class Codec(ABC):
 @dataclass(frozen=True)
 class Cast(Codec):
     """A cast to FP32, BF16 or FP16. What is beyond the largest number of BF16 or FP16 becomes that number: an infinite
-    gradient would leave a row of NaN, and whether gradients are finite is checked before they are sent."""
+    gradient would leave a row of NaN, and whether gradients are finite is checked where they are computed."""
 
     dtype: torch.dtype
 

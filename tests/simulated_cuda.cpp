@@ -28,6 +28,7 @@ DeviceIndex device = 0;
 thread_local StreamId current = 0;
 std::atomic<StreamId> streams{0};
 std::atomic<intptr_t> events{0};
+const StreamId host = -2;  // in place of a stream that waits
 void (*recorded)(intptr_t event, int64_t stream) = nullptr;
 void (*waited)(intptr_t event, int64_t stream) = nullptr;
 
@@ -60,7 +61,9 @@ struct Guard final : impl::DeviceGuardImplInterface {
     if (waited) waited(reinterpret_cast<intptr_t>(event), waiting.id());
   }
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override {
+    if (waited) waited(reinterpret_cast<intptr_t>(event), host);
+  }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
 };

@@ -54,8 +54,9 @@ DEVICE = torch.device("cuda", 0)
 """Of this rank, from `begin` on."""
 CPU = torch.device("cpu")
 SOURCE = Path(__file__).with_suffix(".cpp")
-NCCL = -1
-"""The stream of NCCL; the others are numbered by simulated_cuda.cpp, from 0 for the default stream."""
+NCCL, HOST = -1, -2
+"""The stream of NCCL, and in place of one the host that waits for an event; the streams are numbered by
+simulated_cuda.cpp, from 0 for the default stream."""
 FAR = 1 << 62
 """What a simulated tensor's address has on top, so that C that reads it ends the process as it would on CUDA."""
 aten = torch.ops.aten
@@ -197,7 +198,10 @@ class Streams:
 
     def waited(self, event: int, stream: int) -> None:
         with self.lock:
-            self.order.stream_wait_for_event(stream, event)
+            if stream == HOST:
+                self.order.all_streams_wait_for_event(event)
+            else:
+                self.order.stream_wait_for_event(stream, event)
 
     def host_waits(self, stream: int | None = None) -> None:
         """The host waits for a stream, or for all."""
@@ -243,7 +247,10 @@ class Device:
         """Whether all kernels run in the interpreter, and not the most frequent ones in a plain form."""
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        """Where the host waited for the device."""
+        """Where the host waited for the device; not for an event."""
+        self.sent: list[tuple[int, Tensor, Tensor]] = []
+        """Copies to pinned memory of the host: the stream, the memory and what it will have once the next event of the
+        stream is waited for."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default:
@@ -420,6 +427,11 @@ def _copy(on: Device, to: Tensor, source: Tensor, non_blocking: bool = False) ->
     """Between devices, or on one."""
     target, origin = (of.elem if isinstance(of, Simulated) else of for of in (to, source))
     if not isinstance(to, Simulated):
+        if non_blocking and id(to) in _PINNED:
+            on._note(aten.copy_.default, [source], [], (to, source), {})
+            on.sent.append((current(), to, origin.clone()))
+            to.fill_(torch.nan)
+            return to
         on._waits("copy to the host")
     elif not isinstance(source, Simulated) and source.ndim and not (non_blocking and id(source) in _PINNED):
         on.waits[f"copy from the host at {where()}"] += 1
@@ -587,13 +599,18 @@ class Event(torch.Event):
         return super().__new__(cls, device=DEVICE, enable_timing=enable_timing)
 
     def record(self, stream: Any = None) -> None:
-        super().record(stream or current_stream())
+        stream = stream or current_stream()
+        super().record(stream)
+        self.sent = [of for of in _DEVICE.sent if of[0] == stream.stream_id]
+        _DEVICE.sent = [of for of in _DEVICE.sent if of[0] != stream.stream_id]
 
     def wait(self, stream: Any = None) -> None:
         super().wait(stream or current_stream())
 
     def synchronize(self) -> None:
-        raise Fault("not simulated: the host waits for an event")
+        super().synchronize()
+        for _, to, origin in self.sent:
+            to.copy_(origin)
 
     def elapsed_time(self, end: Any) -> float:
         return 0.0

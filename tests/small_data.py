@@ -274,6 +274,18 @@ def a_pipeline(config: Config, total: int, done: "RunProgress | None" = None) ->
             yield pipeline
 
 
+def whole_state(pipeline: "Pipeline") -> list[Tensor]:
+    """Copies of all that a step may change: weights, moments, their averages, counts of updates."""
+    model = pipeline.model
+    sharded = [*model.shards().values(), *(model.average.tables.values() if model.average else [])]
+    sharded += [moment for of_table in model.table_optimizers.state_dict().values() for moment in of_table.values()]
+    towers = [model.tower, *([model.average.tower] if model.average else [])]
+    dense = [value for of in pipeline.optimizer.state.values() for value in of.values() if value is not None]
+    held = [shard.tensor for of in sharded for shard in of.local_shards()]
+    held += [*dense, *(weight for tower in towers for weight in tower.parameters())]
+    return [*(each.detach().cpu().clone() for each in held), torch.tensor(model.table_optimizers.steps)]
+
+
 def a_step(pipeline: "Pipeline") -> dict[str, Tensor]:
     """Trains one step; the gradients of the tower by parameter."""
     pipeline.receive_rows()

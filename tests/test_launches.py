@@ -12,27 +12,27 @@ from benchmarks import launches
 from logitmix.trainer.config import with_settings
 
 BUDGETS: dict[tuple[str, int, int], tuple[int, int, int, int, int]] = {
-    ("amazon-dot", 128, 1): (26, 51, 87, 2, 15),
-    ("amazon-dot", 128, 8): (38, 52, 89, 2, 15),
-    ("auto", 128, 1): (26, 47, 86, 2, 14),
-    ("auto", 128, 8): (38, 48, 88, 2, 14),
-    ("auto-mol", 128, 1): (26, 126, 133, 3, 15),
-    ("auto-mol", 128, 8): (36, 127, 135, 3, 15),
-    ("demo-mol", 128, 1): (26, 78, 143, 3, 15),
-    ("demo-mol", 32, 8): (38, 79, 145, 3, 15),
-    ("ml-1m-dot", 128, 1): (26, 47, 86, 2, 14),
-    ("ml-1m-dot", 32, 8): (38, 48, 88, 2, 14),
-    ("ml-1m-hstu", 128, 1): (26, 77, 126, 3, 14),
-    ("ml-1m-hstu", 16, 8): (36, 78, 128, 3, 14),
-    ("ml-1m-hstu-mol", 128, 1): (26, 156, 173, 3, 15),
-    ("ml-1m-hstu-mol", 16, 8): (37, 157, 173, 3, 15),
-    ("ml-1m-mol", 128, 1): (26, 78, 143, 3, 15),
-    ("ml-1m-mol", 32, 8): (38, 79, 145, 3, 15),
+    ("amazon-dot", 128, 1): (31, 51, 91, 4, 15),
+    ("amazon-dot", 128, 8): (43, 52, 93, 4, 15),
+    ("auto", 128, 1): (31, 47, 90, 4, 14),
+    ("auto", 128, 8): (43, 48, 92, 4, 14),
+    ("auto-mol", 128, 1): (31, 126, 137, 5, 15),
+    ("auto-mol", 128, 8): (41, 127, 139, 5, 15),
+    ("demo-mol", 128, 1): (31, 78, 147, 5, 15),
+    ("demo-mol", 32, 8): (43, 79, 149, 5, 15),
+    ("ml-1m-dot", 128, 1): (31, 47, 90, 4, 14),
+    ("ml-1m-dot", 32, 8): (43, 48, 92, 4, 14),
+    ("ml-1m-hstu", 128, 1): (31, 77, 130, 5, 14),
+    ("ml-1m-hstu", 16, 8): (41, 78, 132, 5, 14),
+    ("ml-1m-hstu-mol", 128, 1): (31, 156, 177, 5, 15),
+    ("ml-1m-hstu-mol", 16, 8): (42, 157, 177, 5, 15),
+    ("ml-1m-mol", 128, 1): (31, 78, 147, 5, 15),
+    ("ml-1m-mol", 32, 8): (43, 79, 149, 5, 15),
 }
 """By recipe, global batch and ranks: kernels launched in the exchange of rows, forward, backward and the dense
 optimizer, and copies from the host."""
-GOAL = 250
-"""Launches of a step of the first recipes with 128 sequences."""
+GOAL = 265
+"""Launches of a step of the first recipes with 128 sequences; 11 of them are for the device to leave a step out."""
 
 
 def test_each_recipe_has_its_budgets() -> None:

@@ -264,18 +264,18 @@ def _steps(
             pipeline.loss()
             pipeline.backward()
             pipeline.check_gradients()
-            if pipeline.skipping:
-                telemetry.log_skipped(pipeline, batches.users_of(pipeline.step - 1))
             saver.poll()
             stopped = stopping.agreed()
             finished = pipeline.step == last or pipeline.out_of_time()
-            pipeline.apply_gradients(prefetch=not (finished or stopped))
-
             step, epoch = pipeline.step, pipeline.step / batches.steps_per_epoch
-            telemetry.log_step(pipeline, epoch)
             evaluating, saving = (finished or step % every == 0 for every in (evaluate_every, save_every))
-            if evaluating or saving or stopped:
-                pipeline.require_finite()
+            due = evaluating or saving or stopped
+            pipeline.apply_gradients(prefetch=not (finished or stopped), settle=due)
+
+            for skip in pipeline.skips:
+                telemetry.log_skipped(skip, batches.users_of(skip.step - 1))
+            telemetry.log_step(pipeline, epoch)
+            if due:
                 done = pipeline.progress
                 if evaluation and evaluating and not stopped:
                     with suppress(Stopped):

@@ -24,7 +24,7 @@ class RowwiseInt8(Codec):
     def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
         pieces = encoded.split([segment.width + 4 for segment in layout], dim=1)
         for piece, out_RC in zip(pieces, out_RW.split([of.width for of in layout], dim=1), strict=True):
-            # A scale that is not finite makes the whole segment so, and the run stops.
+            # A scale that is not finite makes the whole segment so, and the step is skipped.
             out_RC.copy_(piece[:, :-4].view(torch.int8) * piece[:, -4:].clone().view(torch.float32))
 
     def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:

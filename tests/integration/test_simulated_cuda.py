@@ -1,8 +1,10 @@
 """The product on a CUDA device that is simulated (simulated_cuda.py), held to what it does on the CPU."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,16 +14,22 @@ import torch
 import torch.distributed as dist
 import two_ranks
 from simulated_cuda import Fault, Streams
-from small_data import a_pipeline, small_config
+from small_data import a_pipeline, small_config, whole_state
+from torch import Tensor
 
 from logitmix.modules.batch import Batch
+from logitmix.modules.schema import ITEM
+from logitmix.modules.transfer import copy_all
 from logitmix.trainer import api
+from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.parallel import plan
+from logitmix.trainer.parallel import flat, plan
 from logitmix.trainer.parallel.ids import IdExchange
 from logitmix.trainer.parallel.optimizer import kernels
+from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.plan import Held
+from logitmix.trainer.step.pipeline import Pipeline, Skip
 
 pytestmark = pytest.mark.long
 SLOW = pytest.mark.slow
@@ -111,11 +119,11 @@ def trained(
             for step in range(steps):
                 if device and step < 2:
                     device.waits.clear()
-                seen.append({**pipeline.train_step(), "norm": pipeline.gradient_norm})
+                seen.append({**pipeline.train_step(), "norm": pipeline.gradient_norm.clone()})
             waits = [*device.waits] if device else []
             # Only now: whoever asks the device for a number waits for it, and then nothing is wrong any more.
             numbers += [{of: number.item() for of, number in of_step.items()} for of_step in seen]
-            pipeline.require_finite()
+            assert not pipeline.skipped
             if name in evaluated:
                 evaluation = Evaluation(config, load_dataset(config.data.path), pipeline.model.ranks)
                 numbers.append(evaluation("test", *pipeline.model.evaluated()))
@@ -188,6 +196,104 @@ def test_no_step_waits_for_the_device(featured: Path, library: Path) -> None:
     """Nor copies what is not pinned."""
     for of_rank in two_ranks.run(waited, featured, library):
         assert of_rank == {name: {} for name in PLACED}
+
+
+SKIPPING: dict[str, Settings] = {
+    "adam, clipped, averaged": {**FEATURES, "train.ema": 0.9},
+    "adagrad, parts": {"comm.parts": 2, "tables.optimizer": "rowwise_adagrad", "train.clip": 0.0},
+    "adam": {**FEATURES, "train.clip": 0.0},
+    "logged": {"train.log_every": 1},
+    "sgd": {"tables.optimizer": "sgd", "dense.optimizer": "sgd", "comm.dense": "bf16"},
+    "copies": {"tables.group_size": 1, "train.clip": 0.0},
+    "cached": {CACHED: 0.3},
+}
+"""Ways to leave a step out."""
+
+
+@contextmanager
+def not_finite(where: str) -> Iterator[None]:
+    """What is computed within has a loss, a tower's or a row's gradient that is not finite, on the second rank."""
+
+    def loss(self: ParallelModel, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        losses = of_step(self, rows, batch)
+        if where == "rows":
+            rows[ITEM].register_hook(lambda gradient: gradient.index_fill(0, torch.zeros_like(batch.id_V[:1]), inf))
+        return losses | {"loss": losses["loss"] + (inf if where == "loss" else 0.0)}
+
+    def copied(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        pairs = [*pairs]
+        copy_all(pairs)
+        if where == "tower":
+            pairs[0][0].fill_(torch.nan)
+
+    of_step = ParallelModel.loss
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(ParallelModel, "loss", loss)
+            patch.setattr(flat, "copy_all", copied)
+        yield
+
+
+BROKEN = ("loss", "tower", "rows")
+
+
+def checked(pipeline: Pipeline) -> list[Skip]:
+    """A step but for its end; the steps that it finds to be skipped."""
+    for name in ("receive_rows", "loss", "backward", "check_gradients"):
+        getattr(pipeline, name)()
+    return [*pipeline.skips]
+
+
+def after_skips(config: Config, broken: bool) -> tuple[list[Tensor], list[Skip]]:
+    """The whole state after a step, as many that are not finite as there are ways to be, if they are taken, and one
+    more; and the steps that were found to be skipped."""
+    last = len(BROKEN) + 2
+    with a_pipeline(config, last) as pipeline:
+        skips = checked(pipeline)
+        pipeline.apply_gradients(prefetch=broken, settle=True)
+        if average := pipeline.model.average:
+            # So that it moves though the weights do not.
+            for weight in average.tower.parameters():
+                weight.data.add_(1.0)
+        if broken:
+            before = whole_state(pipeline)
+            for where in BROKEN:
+                with not_finite(where):
+                    skips += checked(pipeline)
+                found = len(pipeline.skips)
+                pipeline.apply_gradients(settle=where == "tower")
+                skips += pipeline.skips[found:]
+                assert where != "tower" or all(map(torch.equal, whole_state(pipeline), before))
+        else:
+            assert pipeline._next
+            pipeline._next.rows.abandon()
+            pipeline._next, pipeline._making, pipeline.step, pipeline.skipped = None, None, last - 1, len(BROKEN)
+        skips += checked(pipeline)
+        pipeline.apply_gradients(settle=True)
+        assert (pipeline.progress.step, pipeline.progress.skipped) == (last, len(BROKEN))
+        return whole_state(pipeline), skips
+
+
+def skipped(data: Path, library: Path, names: Sequence[str]) -> dict[str, list[Skip]]:
+    simulated_cuda.begin(library)
+    found = {}
+    for name in names:
+        settings = {**SMALL, "model.similarity.kind": "dot", "train.log_every": 100, **SKIPPING[name]}
+        config = small_config(data, {**settings, "train.device": "cuda"})
+        (expected, _), (state, found[name]) = (after_skips(config, broken) for broken in (False, True))
+        assert all(map(torch.equal, state, expected)), name
+    return found
+
+
+@pytest.mark.parametrize(
+    "names", [["adam, clipped, averaged", "adagrad, parts"], pytest.param([*SKIPPING], marks=SLOW)], ids=["some", "all"]
+)
+def test_all_gpus_skip_what_is_not_finite_on_one(featured: Path, library: Path, names: list[str]) -> None:
+    """Bit for bit as if the steps had not been; the host knows of each a step later."""
+    first, second = two_ranks.run(skipped, featured, library, names)
+    assert first == second
+    for name in names:
+        assert first[name] == [Skip(2, 1), Skip(3, -1), Skip(4, 1)], name
 
 
 @pytest.mark.slow

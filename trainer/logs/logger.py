@@ -35,8 +35,8 @@ class Logger:
 
         kind: "train" every train.log_every steps; "validation" after an evaluation (of step 0 for what a run starts
             from); "peeked", the same on the test part with evaluate.peek_test; "test" at the end, where `step` is that
-            of the best checkpoint; "skipped" for a step whose loss or gradients were not finite, with the rank and the
-            list of the batch's users.
+            of the best checkpoint; "skipped" for a step whose loss or gradients were not finite, with the rank, or -1
+            where it is not known, and the list of the batch's users; on CUDA one step late.
         """
 
     def text(self, name: str, text: str) -> None:

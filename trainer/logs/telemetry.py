@@ -36,7 +36,7 @@ from logitmix.trainer.logs.trace import StepTrace
 from logitmix.trainer.parallel.parallelize import ParallelModel, autocast, computes_bf16
 from logitmix.trainer.parallel.plan import with_plan
 from logitmix.trainer.run.metrics import RunProgress
-from logitmix.trainer.step.pipeline import Pipeline
+from logitmix.trainer.step.pipeline import Pipeline, Skip
 
 FEW = 16
 """Users of a rank below which a GPU has little to do."""
@@ -151,17 +151,17 @@ class Telemetry:
             self.loggers.row("train", pipeline.step, row | self._diagnostics(pipeline))
             self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
 
-    def log_skipped(self, pipeline: Pipeline, users: np.ndarray) -> None:
+    def log_skipped(self, skip: Skip, users: np.ndarray) -> None:
         """A step whose loss or gradients are not finite, with the users of its batch: one of them may have a value that
         nobody expects."""
         if not self.main:
             return
-        self.loggers.row("skipped", pipeline.step, {"rank": pipeline.broken_rank, "users": users.tolist()})
+        self.loggers.row("skipped", skip.step, {"rank": skip.rank, "users": users.tolist()})
         first = ", ".join(map(str, users[:5].tolist()))
         more = f" and {len(users) - 5:,} more, in metrics.jsonl" if len(users) > 5 else ""
         self.say(
-            f"step {pipeline.step:,} is skipped: its loss or gradients are not finite on rank {pipeline.broken_rank} "
-            f"(user_index {first}{more})"
+            f"step {skip.step:,} is skipped: its loss or gradients are not finite on "
+            f"{f'rank {skip.rank}' if skip.rank >= 0 else 'a rank'} (user_index {first}{more})"
         )
 
     def log_evaluation(

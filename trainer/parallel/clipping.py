@@ -1,10 +1,11 @@
-"""The norm of all gradients, those of the tables' rows included, the scale that clips them to a norm, and the sum of
-rows' gradients over copies of the tables.
+"""The norm of all gradients, those of the tables' rows included, the scale that clips them to a norm, the sum of rows'
+gradients over copies of the tables, and on CUDA the update that the device leaves out.
 
 A row's gradient is the sum over the ranks, which is known only when the row's owner has received all parts. But the
 tables update their rows inside the backward of the lookup. With clipping, the graph is therefore cut at the lookup's
 output: gradients stop there until the norm is known. Where several groups of ranks have copies of the tables, they stop
-there until those of all groups are there; then the update looks up the rows of all groups.
+there until those of all groups are there; then the update looks up the rows of all groups. On CUDA they stop there
+because the host does not know whether the step is finite.
 
 Axes: S ids that a lookup names, R bags, U unique ids, C columns that a rank has of a table.
 """
@@ -20,7 +21,14 @@ from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding, 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from logitmix.comm.exchange import Wire
-from logitmix.trainer.parallel.optimizer import ShardedCollection, bags_by_feature, kernels, of_each_id
+from logitmix.trainer.parallel.optimizer import (
+    ShardedCollection,
+    TableOptimizers,
+    bags_by_feature,
+    fused_adam,
+    kernels,
+    of_each_id,
+)
 from logitmix.trainer.parallel.replicas import PeerGradients, Replicas
 
 Kernel: TypeAlias = BaseBatchedEmbedding[Any] | BaseBatchedEmbeddingBag[Any]
@@ -35,8 +43,11 @@ class DetachedLookup:
     features: KeyedJaggedTensor
     output: Tensor
     leaf: Tensor
+    optimizers: TableOptimizers
     peers: PeerGradients | None = None
     """Where there are other groups of ranks."""
+    step: int = 0
+    """That FBGEMM's Adam took this lookup for."""
 
     def share(self) -> None:
         """Sends the gradients that have arrived to the other groups; does nothing where there are none."""
@@ -59,16 +70,28 @@ class DetachedLookup:
             total += row_SC.square().sum(dtype=torch.float64)
         return total
 
-    def update(self, scale: Tensor | float = 1.0) -> None:
-        """The rest of the backward, which updates the rows."""
-        output, gradient = self.output, self._gradient
+    def update(self, scale: Tensor | None) -> None:
+        """The rest of the backward, which updates the rows by the gradients times `scale`."""
+        features, output, gradient = self.features, self.output, self._gradient
+        step, finite, adam = self.optimizers.steps, self.optimizers.finite, fused_adam(self.kernel)
         if self.peers:
             features, gradients = self.peers.receive()
-            _count_one_lookup(self.kernel)
+            gradient = torch.cat(gradients, dim=1 if self.peers.pooled else 0)
+        if scale is not None:
+            gradient = gradient * scale
+        if finite is not None and adam:
+            # In place of all rows the first, which `DetachedLookups.update` keeps. Through `data`, because the lookup's
+            # backward would refuse ids that have changed.
+            features.values().data.mul_(finite)
+        elif finite is not None:
+            gradient = torch.where(finite, gradient, 0.0)
+        if self.peers or (adam and self.step != step):
+            if adam:
+                adam.iter.fill_(step - 1)
+                adam.iter_cpu.fill_(step - 1)
             # Not through the hook that cuts.
             output = cast(Any, self.kernel).forward(features)
-            gradient = torch.cat(gradients, dim=1 if self.peers.pooled else 0)
-        torch.autograd.backward([output], [gradient * scale])
+        torch.autograd.backward([output], [gradient])
 
     def _gradients(self) -> Iterable[Tensor]:
         """The gradients of each feature's ids [S, C], feature by feature."""
@@ -89,9 +112,15 @@ class DetachedLookup:
 class DetachedLookups:
     """Cuts the graph at the output of every lookup of sharded tables."""
 
-    def __init__(self, collections: Iterable[ShardedCollection], replicas: Replicas, wire: Wire) -> None:
+    def __init__(
+        self,
+        collections: Iterable[ShardedCollection],
+        optimizers: TableOptimizers,
+        replicas: Replicas,
+        wire: Wire,
+    ) -> None:
         self._cuts: list[DetachedLookup] = []
-        self._replicas, self._wire = replicas, wire
+        self._optimizers, self._replicas, self._wire = optimizers, replicas, wire
         for collection in collections:
             for kernel in kernels(collection):
                 if isinstance(kernel, BaseBatchedEmbedding | BaseBatchedEmbeddingBag):
@@ -102,6 +131,16 @@ class DetachedLookups:
         cuts, self._cuts = self._cuts, []
         return cuts
 
+    def update(self, lookups: Iterable[DetachedLookup], scale: Tensor | None) -> None:
+        """Updates the rows of some lookups by their gradients times `scale`."""
+        rows, finite = self._optimizers.first_rows, self._optimizers.finite
+        kept = torch.cat(rows) if rows and finite is not None else None
+        for lookup in lookups:
+            lookup.update(scale)
+        if kept is not None:
+            right = torch.where(cast(Tensor, finite), torch.cat(rows), kept)
+            torch._foreach_copy_(rows, right.split([len(row) for row in rows]))
+
     def _cut(self, kernel: Kernel, arguments: tuple[KeyedJaggedTensor], output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_()
         (features,), peers = arguments, None
@@ -109,16 +148,10 @@ class DetachedLookups:
             tables = [kernel.config.embedding_tables[table].name for table in kernel._feature_table_map]
             pooled = isinstance(kernel, BaseBatchedEmbeddingBag)
             peers = PeerGradients(features, tables, pooled, self._replicas.peers, self._wire)
-        self._cuts.append(DetachedLookup(kernel, features, output, leaf, peers))
+        adam = fused_adam(kernel)
+        step = int(adam.iter_cpu) if adam else 0
+        self._cuts.append(DetachedLookup(kernel, features, output, leaf, self._optimizers, peers, step))
         return leaf
-
-
-def _count_one_lookup(kernel: Kernel) -> None:
-    """FBGEMM's Adam counts lookups as steps: of two in a step it forgets the first."""
-    tables = getattr(kernel, "emb_module", None)
-    for name in ("iter", "iter_cpu"):
-        if (count := getattr(tables, name, None)) is not None:
-            count.sub_(1)
 
 
 def clip_scale(norm: Tensor, clip: float) -> Tensor:

@@ -7,7 +7,8 @@ three, and the ranks sum one tensor. The loss and the gradients are the same, bi
 Axes: P numbers of all weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,12 @@ class FlatLosses(nn.Module):
         self._ranks = torch.full((), float(group.size()), device=first.device)
         """What the loss is multiplied by, for a mean over the ranks."""
         self._pending: list[tuple[dist.Work, Tensor]] = []
-        self.gradient_P = torch.zeros_like(self.flat_P, requires_grad=False)
-        """Its memory is that of every step's gradients, so that their parts are made once."""
+        self._summed = first.new_zeros(len(self.flat_P) + group.size() + 2)
+        """What the ranks sum: the gradient [P], and `checks`. Its memory is that of every step, so that its parts are
+        made once."""
+        self.gradient_P, self.checks = self._summed[: len(self.flat_P)], self._summed[len(self.flat_P) :]
+        """`checks`, after `check`: the gradient's norm, of each rank a number that is finite if its loss and its rows'
+        gradients are, and the sum of all these."""
         self._gradients = [part.of(self.gradient_P) for part in self.parts]
         weights = dict(losses.named_parameters())
         with torch.no_grad():
@@ -77,7 +82,7 @@ class FlatLosses(nn.Module):
     def forward(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         device = self.flat_P.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        parts = _Divided.apply(self.flat_P, self.parts, dtype, self.gradient_P, self._gradients)
+        parts = _Divided.apply(self.flat_P, self.parts, dtype, self._summed, self._gradients)
         # What torch's functional_call does, which looks through all modules for the places each time.
         self._place(parts)
         try:
@@ -91,13 +96,15 @@ class FlatLosses(nn.Module):
             for parameters, name in places:
                 parameters[name] = weight
 
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of all weights; begins their mean over the ranks."""
+    def backward(self, loss: Tensor, rows: Iterable[Tensor]) -> None:
+        """Gradients of all weights and of `rows`; begins the weights' mean over the ranks."""
         loss.backward(self._ranks)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             weight.grad = gradient
+        norms = torch._foreach_norm([loss.detach(), *(row.grad for row in rows if row.grad is not None)])
+        torch.sum(torch.stack(norms), 0, out=self.checks[1 + self.group.rank()])
         if self.group.size() > 1:
-            sent = self.gradient_P.mul_(1 / self.group.size()).to(self.wire)
+            sent = self._summed.mul_(1 / self.group.size()).to(self.wire)
             self._pending.append((dist.all_reduce(sent, group=self.group, async_op=True), sent))
 
     def gradient(self) -> Tensor:
@@ -105,9 +112,15 @@ class FlatLosses(nn.Module):
         while self._pending:
             work, summed = self._pending.pop()
             work.wait()
-            if summed is not self.gradient_P:
-                self.gradient_P.copy_(summed)
+            if summed is not self._summed:
+                self._summed.copy_(summed)
         return self.gradient_P
+
+    def check(self) -> Tensor:
+        """Whether the loss and all gradients of all ranks are finite, a bool scalar on the device: the same on every
+        rank. Fills `checks`."""
+        torch.linalg.vector_norm(self.gradient(), out=self.checks[0])
+        return torch.sum(self.checks[:-1], 0, out=self.checks[-1]) < inf
 
 
 def _parts(losses: SampledLosses) -> list[_Part]:
@@ -146,8 +159,8 @@ def _aligned(numbers: int) -> int:
 
 
 class _Divided(torch.autograd.Function):
-    """The parts of all weights, those to cast in `dtype`. Their gradients go to `gradient_P`, of which `gradients` are
-    the parts, and not to the flat parameter's: autograd would copy them."""
+    """The parts of all weights, those to cast in `dtype`. Their gradients go to `gradients`, parts of the memory
+    `summed`, and not to the flat parameter's: autograd would copy them."""
 
     @staticmethod
     def forward(
@@ -155,11 +168,11 @@ class _Divided(torch.autograd.Function):
         flat_P: Tensor,
         parts: Sequence[_Part],
         dtype: torch.dtype | None,
-        gradient_P: Tensor,
+        summed: Tensor,
         gradients: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.gradient_P, ctx.gradients = gradient_P, gradients
+        ctx.summed, ctx.gradients = summed, gradients
         full = flat_P.detach()
         end = max((part.start + _aligned(part.shape.numel()) for part in parts if part.cast), default=0)
         low = full if dtype is None else full[:end].to(dtype)
@@ -168,6 +181,6 @@ class _Divided(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.gradient_P.zero_()
+        ctx.summed.zero_()
         copy_all((part, of) for part, of in zip(ctx.gradients, gradients, strict=True) if of is not None)
         return (None,) * 5

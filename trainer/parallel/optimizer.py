@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -125,11 +126,11 @@ def set_fused_optimizer(weight: nn.Parameter, settings: TableSettings) -> None:
 
 
 def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optimizer:
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(module.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    betas = (config.beta1, config.beta2)
-    # On CUDA all weights are moved by one kernel, which also has the step there.
+    # On CUDA all weights are moved by one kernel, which also has the step there, and is told there to leave it out.
     fused = any(parameter.is_cuda for parameter in module.parameters()) or None
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+    betas = (config.beta1, config.beta2)
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused
     )
@@ -153,9 +154,14 @@ class TableOptimizers:
     They move rows inside the backward of the lookup: fused into FBGEMM's kernels, or TouchedRows.
     """
 
+    finite: Tensor | None = None
+    """On CUDA, a bool scalar of the device: whether the step moves rows. None: it does."""
+
     def __init__(self, collections: Iterable[ShardedCollection], config: TablesConfig) -> None:
         """The collections are sharded with `table_kernel` and `set_fused_optimizer`."""
-        self.config = config
+        self.config, self.steps = config, 0
+        self.first_rows: list[Tensor] = []
+        """The first row of each shard that FBGEMM's Adam trains, and what is kept of it, by reference."""
         self.fused: list[CombinedOptimizer] = []
         self.touched: dict[str, TouchedRows] = {}
         for collection in collections:
@@ -168,11 +174,18 @@ class TableOptimizers:
             for kernel in kernels(collection):
                 if isinstance(kernel, BatchedDenseEmbedding | BatchedDenseEmbeddingBag):
                     _take_over(kernel, self.touched)
+                elif tables := fused_adam(kernel):
+                    for row, states in zip(
+                        tables.split_embedding_weights(), tables.split_optimizer_states(), strict=True
+                    ):
+                        self.first_rows += [memory.data[0] for memory in (row, *states) if len(memory)]
 
-    def begin_step(self, rate: float) -> None:
-        """Call before the gradients of a step are applied: each learning rate is `rate` times the configured one."""
+    def begin_step(self, rate: float, finite: Tensor | None = None) -> None:
+        """Call before the gradients of a step are applied: each learning rate is `rate` times the configured one, and
+        no row moves if `finite`, a bool scalar on the device, is False."""
+        self.steps, self.finite = self.steps + 1, finite
         for touched in self.touched.values():
-            touched.begin_step(rate)
+            touched.begin_step(rate, self.steps, finite)
         for optimizer in self.fused:
             for _, part in optimizer.optimizers:
                 # The tables of one fused kernel have all their settings in common.
@@ -191,8 +204,7 @@ class TableOptimizers:
 
     def restore(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
         """Adopts the state that was loaded into `state_dict()`, after this many steps."""
-        for touched in self.touched.values():
-            touched.steps = steps
+        self.steps = steps
         for optimizer in self.fused:
             whole = optimizer.state_dict()
             loaded = {key: state.get(table_name(key), of_table) for key, of_table in whole["state"].items()}
@@ -221,7 +233,8 @@ class TouchedRows:
     """A TableOptimizer over this rank's shards of a table, inside the backward of a lookup."""
 
     def __init__(self, weight: ShardedTensor, settings: TableSettings) -> None:
-        self.weight, self.settings, self.lr, self.steps = weight, settings, settings.lr, 0
+        self.weight, self.settings = weight, settings
+        self.begin_step(1.0, 0)
         self.optimizer: TableOptimizer = TABLE_OPTIMIZERS.find(settings.optimizer)
         self.shards: list[_RowStates] = []
 
@@ -230,8 +243,8 @@ class TouchedRows:
         self.shards.append(_RowStates(row, {name: torch.zeros_like(row) for name in self.optimizer.states}))
         return self.shards[-1]
 
-    def begin_step(self, rate: float) -> None:
-        self.lr, self.steps = rate * self.settings.lr, self.steps + 1
+    def begin_step(self, rate: float, step: int, finite: Tensor | None = None) -> None:
+        self.lr, self.step, self.finite = rate * self.settings.lr, step, finite
 
     def update(self, shard: "_RowStates", ids: Tensor, gradient: Tensor) -> None:
         """Updates a shard's rows that were looked up; ids may repeat."""
@@ -240,10 +253,11 @@ class TouchedRows:
         for ids_R, gradient_RC in zip(summed.indices()[0].split(most), summed.values().split(most), strict=True):
             row_RC = shard.row.index_select(0, ids_R)
             state = {name: table.index_select(0, ids_R) for name, table in shard.state.items()}
-            self.optimizer.update(row_RC, gradient_RC, state, self.steps, self.lr, self.settings)
-            shard.row.index_copy_(0, ids_R, row_RC)
-            for name, table in shard.state.items():
-                table.index_copy_(0, ids_R, state[name])
+            self.optimizer.update(row_RC, gradient_RC, state, self.step, self.lr, self.settings)
+            for table, moved_RC in ((shard.row, row_RC), *((shard.state[name], of) for name, of in state.items())):
+                if self.finite is not None:
+                    moved_RC = torch.where(self.finite, moved_RC, table.index_select(0, ids_R))
+                table.index_copy_(0, ids_R, moved_RC)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: self._sharded(name) for name in self.optimizer.states}
@@ -344,6 +358,13 @@ def _take_over(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimiz
     # tree, so that its state dict keeps the sharded names.
     kernel.__class__ = _UpdatedRows if isinstance(kernel, BatchedDenseEmbedding) else _UpdatedBags
     object.__setattr__(kernel, "_shards", shards)
+
+
+def fused_adam(kernel: nn.Module) -> Any:
+    """FBGEMM's tables of a kernel, if its Adam trains them; else None. It moves the rows that it is given by what it
+    keeps of them, be their gradients zero, and counts each lookup as a step."""
+    tables = getattr(kernel, "emb_module", None)
+    return tables if getattr(tables, "optimizer", None) is EmbOptimType.ADAM else None
 
 
 def kernels(collection: ShardedCollection) -> Iterator[nn.Module]:

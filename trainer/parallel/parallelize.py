@@ -59,13 +59,18 @@ class ParallelModel:
     replicas: Replicas
     config: Config
     cuts: DetachedLookups | None
-    """With gradient clipping or several groups of ranks: where the backward of lookups waits."""
+    """On CUDA, with gradient clipping or several groups of ranks: where the backward of lookups waits."""
     average: MovingAverage | None
     """With train.ema."""
     stream: torch.cuda.Stream | None
     """CUDA: the stream that copies the next batch to the device while one is trained on."""
     growing: Mapping[str, GrowingTable]
     """The tables whose rows pass from value to value, by name."""
+
+    @property
+    def cached(self) -> bool:
+        """Whether a GPU caches rows of tables in the host's memory."""
+        return any(self.config.tables.of(name).cache_load_factor < 1 for name in self.plan)
 
     @property
     def tower(self) -> Tower:
@@ -134,11 +139,11 @@ class ParallelModel:
             losses: dict[str, Tensor] = self.replicated(rows, batch)
             return losses
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Gradients of the rows, and of the tower, whose sum over the ranks begins: `tower_gradients` has it. It is
         computed as a mean, and so are the rows', hence a factor of the number of ranks."""
         if isinstance(self.replicated, FlatLosses):
-            self.replicated.backward(loss)
+            self.replicated.backward(loss, rows.values())
         else:
             (loss * self.ranks.world_size).backward()
 
@@ -196,8 +201,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
             pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
     optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
     cuts = None
-    if config.train.clip or replicas.peers:
-        cuts = DetachedLookups(cast(Any, collections.values()), replicas, wire)
+    if config.train.clip or replicas.peers or ranks.device.type == "cuda":
+        cuts = DetachedLookups(cast(Any, collections.values()), optimizers, replicas, wire)
     if replicas.peers:
         for table in embedded:
             wire.register(torchrec_name(table.name) + SUFFIX)

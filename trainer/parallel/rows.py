@@ -191,8 +191,8 @@ class RowExchange:
         for number in range(len(self.parts)):
             if scale is None:
                 self._receive_part(number)
-            for lookup in self.lookups[number] if self.cuts else ():
-                lookup.update(1.0 if scale is None else scale)
+            if self.cuts:
+                self.cuts.update(self.lookups[number], scale)
             if next_batch:
                 next_batch._send_part(next_batch.parts[number])
 

@@ -4,16 +4,21 @@ The order of a step is that of Pipeline's methods. While batch t is trained on, 
 and a thread makes batch t + 2. The rows of batch t + 1 are sent part by part, each part as soon as its rows in the
 table are updated, so no row is stale.
 
+A step whose loss or gradients are not finite is skipped. On a CPU the ranks agree to before they send the rows'
+gradients. A GPU would have to be waited for: there all is sent, and the device leaves out what would move a weight or a
+moment. The host is told in the next step, when the device has that one's forward and backward to do, and goes on as if
+the step had not been.
+
 Axes: V unique ids of a table that a batch names, D width of its rows.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +27,7 @@ from torch.nn.utils import get_total_norm
 from logitmix.comm.collectives import all_reduce_sum, largest
 from logitmix.modules.batch import Batch
 from logitmix.trainer.parallel.clipping import clip_scale
+from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.rows import RowExchange
 from logitmix.trainer.run.metrics import RunProgress
@@ -77,11 +83,31 @@ SKIPPED_IN_A_ROW = 5
 """Steps without a finite loss and gradients that end a run."""
 
 
-def _not_finite(where: str) -> str:
-    return (
-        f"the loss or a gradient is not finite at {where}; train another --run with lower --dense.lr and --tables.lr, "
-        "or with --train.warmup-steps (what this run has saved is sound)"
-    )
+_FINITE, _SUMMED = -2, -1
+"""In place of the rank that breaks a step: nothing does, or the tower's gradients, which are a sum over the ranks."""
+
+
+class Skip(NamedTuple):
+    """A step that moves no weight, because its loss or gradients are not finite."""
+
+    step: int
+    rank: int
+    """Whose loss or rows' gradients they are; -1 for those of the tower, which are a sum over the ranks."""
+
+
+class _ReadLater:
+    """Numbers that a CUDA device tells the host, who waits only to read them."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.host, self.event = torch.empty(like.shape).pin_memory(), torch.cuda.Event()
+
+    def send(self, numbers: Tensor) -> None:
+        self.host.copy_(numbers, non_blocking=True)
+        self.event.record()
+
+    def read(self) -> list[float]:
+        self.event.synchronize()
+        return self.host.tolist()
 
 
 class Prefetched(NamedTuple):
@@ -106,6 +132,9 @@ class Pipeline:
     """By name; "loss" is minimized."""
     gradient_norm: Tensor
     """Norm of the dense gradients."""
+    skips: Sequence[Skip]
+    """The steps that were found to be skipped since this one began. On CUDA that is the one before, and this one if
+    `apply_gradients` has settled it."""
     total_norm: Tensor | None
     """Norm of all gradients, including the rows', before clipping; None without clipping."""
     reserved: float
@@ -134,13 +163,14 @@ class Pipeline:
         self.clock = Clock(model.ranks.device, done.seconds, done.step_seconds)
         self.minutes, self.reserved, self.time_passed = minutes, 0.0, 0.0
         self.state: State = "no rows sent"
-        self.broken_rank, self._in_a_row = -1, 0
-        device = model.ranks.device
-        # A GPU would have to be waited for.
-        self._may_skip = device.type == "cpu"
-        self._sums = torch.zeros(model.config.train.log_every, device=device)
-        """On CUDA, for each step since the last logged one: not finite if the loss or a gradient was not."""
-        self._first_unread = 0
+        self.skips, self._in_a_row = [], 0
+        on_device = model.ranks.device.type == "cuda" and not model.cached
+        self._flat = model.replicated if on_device and isinstance(model.replicated, FlatLosses) else None
+        """Where the device skips steps."""
+        self._checks = _ReadLater(self._flat.checks) if self._flat else None
+        self._left_out = torch.zeros((), device=model.ranks.device)
+        self._unsettled: tuple[int, int] | None = None
+        """On CUDA, the latest step and its targets, if the host does not know yet whether it is skipped."""
         self._thread = ThreadPoolExecutor(1, "batches")
         self._making: Future[Batch] | None = None
         self._rows: RowExchange | None = None
@@ -159,7 +189,8 @@ class Pipeline:
 
     @property
     def progress(self) -> RunProgress:
-        """The run's progress, after a step."""
+        """The run's progress, after a step that is settled."""
+        assert not self._unsettled
         return RunProgress(
             self.step, self.clock.elapsed, self.examples, skipped=self.skipped, step_seconds=self.clock.in_steps
         )
@@ -186,6 +217,7 @@ class Pipeline:
             self._send_rows()
         assert self._next
         self.step += 1
+        self.skips = []
         self.clock.exact = self.logged
         self.batch, rows = self._next
         self._next = self._prefetch(self.step)
@@ -208,68 +240,71 @@ class Pipeline:
         """Gradients of the dense part, summed over the ranks, and of this rank's rows."""
         self._require("backward", "loss computed")
         with self.clock("backward"):
-            self.model.backward(self.losses["loss"])
-        if not self._may_skip:
+            self.model.backward(self.losses["loss"], self.rows)
+        if self._flat:
             # At once, beside the sum of the dense part's gradients.
             self._send_gradients()
         self.state = "gradients computed"
 
     def check_gradients(self) -> None:
-        """Has all ranks skip this step if the loss or a gradient is not finite on one of them: on CPU, before any
-        weight moves; ValueError if so many steps in a row were skipped. On CUDA, where this would wait for the device,
-        it checks at logged steps alone, as `require_finite` does."""
+        """Has all ranks skip this step if the loss or a gradient is not finite on one of them; ValueError if so many
+        steps in a row were skipped. On CUDA the device finds and skips it, and the host is told whether the step before
+        was skipped."""
         self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
-            of_tower = self.model.tower_gradients()
-            of_rows = [row_VD.grad for row_VD in self.rows.values() if row_VD.grad is not None]
-            if self._may_skip:
-                self.gradient_norm = get_total_norm(of_tower)
-                total = self.losses["loss"].detach() + self.gradient_norm
-                for gradient_VD in of_rows:
-                    total = total + gradient_VD.sum()
-                self._agree_to_skip(not total.isfinite())
+            if self._flat:
+                self._settle()
+                self._finite = self._flat.check()
+                self.gradient_norm = self._flat.checks[0]
+                assert self._checks
+                self._checks.send(self._flat.checks)
+                self._unsettled = self.step, self.batch.total_targets
             else:
-                self._note_sums(of_tower, of_rows)
-                if self.logged:
-                    self.require_finite()
+                self.gradient_norm = get_total_norm(self.model.tower_gradients())
+                gradients = (row_VD.grad.sum() for row_VD in self.rows.values() if row_VD.grad is not None)
+                own = sum(gradients, self.losses["loss"].detach())
+                broken = _FINITE if self.gradient_norm.isfinite() else _SUMMED
+                broken = broken if own.isfinite() else self.model.ranks.rank
+                self._note(self.step, largest(broken - _FINITE, self.model.ranks) + _FINITE)
         self.state = "gradients checked"
 
-    def _note_sums(self, of_tower: list[Tensor], of_rows: list[Tensor]) -> None:
-        """Keeps a sum on the device that is finite if the loss and all gradients are."""
-        norms = torch.stack([*torch._foreach_norm([*of_tower, *of_rows]), self.losses["loss"].detach()])
-        count = len(of_tower)
-        self.gradient_norm = norms[0] if count == 1 else torch.linalg.vector_norm(norms[:count])
-        torch.sum(norms, 0, out=self._sums[self.step % len(self._sums)])
-        self._first_unread = self._first_unread or self.step
+    def _settle(self) -> None:
+        """On CUDA, notes what the device has found of the latest step. It is waited for that long, but no longer."""
+        if not self._unsettled:
+            return
+        (step, targets), self._unsettled = self._unsettled, None
+        self._note(step, broken := self._broken_rank())
+        if broken != _FINITE:
+            self.examples -= targets
+            self.model.table_optimizers.steps -= 1
+        elif self.model.average:
+            self.model.average.update(step - self.skipped)
 
     def _send_gradients(self) -> None:
         assert self._rows
         with self.clock("all_to_all"):
             self._rows.send_gradients()
 
-    def _agree_to_skip(self, nonfinite: bool) -> None:
-        ranks = self.model.ranks
-        self.broken_rank = largest(ranks.rank + 1 if nonfinite else 0, ranks) - 1
-        self._in_a_row = self._in_a_row + 1 if self.skipping else 0
-        if self._in_a_row == SKIPPED_IN_A_ROW:
-            raise ValueError(_not_finite(f"step {self.step}, nor in the {SKIPPED_IN_A_ROW - 1} before it"))
+    def _broken_rank(self) -> int:
+        """On CUDA, which rank has broken the latest step, _SUMMED or _FINITE."""
+        assert self._checks
+        _, *of_ranks, total = self._checks.read()
+        broken = [rank for rank, number in enumerate(of_ranks) if not math.isfinite(number)]
+        return _FINITE if math.isfinite(total) else (_SUMMED, *broken)[-1]
 
-    @property
-    def skipping(self) -> bool:
-        """Whether this step moves no weight, because its loss or gradients are not finite on `broken_rank`."""
-        return self.broken_rank >= 0
-
-    def require_finite(self) -> None:
-        """On CUDA, ValueError on all ranks if a loss or gradient of any step so far was not finite. Collective."""
-        if self._may_skip:
+    def _note(self, step: int, broken_rank: int) -> None:
+        """Notes whether a step is skipped."""
+        if broken_rank == _FINITE:
+            self._in_a_row = 0
             return
-        first = 0
-        if self._first_unread:
-            sums, unread = self._sums.tolist(), range(self._first_unread, self.step + 1)
-            first = next((step for step in unread if not math.isfinite(sums[step % len(sums)])), 0)
-            self._first_unread = 0
-        if step := largest(first, self.model.ranks):
-            raise ValueError(_not_finite(f"step {step}"))
+        self.skips = [*self.skips, Skip(step, broken_rank)]
+        self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
+        if self._in_a_row == SKIPPED_IN_A_ROW:
+            raise ValueError(
+                f"the loss or a gradient is not finite at step {step}, nor in the {SKIPPED_IN_A_ROW - 1} before it; "
+                "train another --run with lower --dense.lr and --tables.lr, or with --train.warmup-steps (what this "
+                "run has saved is sound)"
+            )
 
     def reserve(self, seconds: float) -> None:
         """Keeps time for the evaluation at the end: as much as the longest one so far took on any rank. Collective."""
@@ -286,34 +321,41 @@ class Pipeline:
             self.time_passed = milliseconds / max(1.0, limit)
         return self.time_passed >= 1
 
-    def apply_gradients(self, prefetch: bool = True) -> None:
+    def apply_gradients(self, prefetch: bool = True, settle: bool = False) -> None:
         """Updates the tables and the dense part; with `prefetch`, sends the rows of the next batch, if there is one,
-        each part as soon as it is updated."""
+        each part as soon as it is updated. With `settle`, and in a logged step, the host waits to know whether the step
+        was skipped."""
         self._require("apply_gradients", "gradients checked")
         assert self._rows
         next_batch = self._next.rows if self._next and prefetch else None
-        if self.skipping:
+        if not self._flat and self.skips:
             self._skip(next_batch)
             return
-        self._set_learning_rates()
-        if self._may_skip:
+        finite = self._finite if self._flat else None
+        self._set_learning_rates(finite)
+        if not self._flat:
             self._send_gradients()
         with self.clock("all_to_all"):
-            self.wire_counts = self.model.wire.pop_counts() if self.logged else None
+            counted = self.logged and not (self._flat and self._broken_rank() != _FINITE)
+            self.wire_counts = self.model.wire.pop_counts() if counted else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
             scale = self._clip_gradients(self._rows) if self.model.config.train.clip else None
             self._rows.apply_gradients(next_batch, scale)
         with self.clock("optimizer"):
+            if finite is not None:
+                # What torch's fused optimizers take from a gradient scaler, to move nothing where it is 1.
+                cast(Any, self.optimizer).found_inf = torch.logical_not(finite, out=self._left_out)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if self.model.average:
+            if self.model.average and not self._flat:
                 self.model.average.update(self.step - self.skipped)
         self.examples += self.batch.total_targets
+        if settle or self.logged:
+            self._settle()
         self.state = "rows sent" if next_batch else "no rows sent"
 
     def _skip(self, next_batch: RowExchange | None) -> None:
         """What remains of a step that moves no weight."""
-        self.skipped += 1
         self.optimizer.zero_grad()
         self.wire_counts = None
         self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
@@ -354,13 +396,13 @@ class Pipeline:
         with self.clock("data"):
             return Prefetched(self.model.to_device(batch), rows)
 
-    def _set_learning_rates(self) -> None:
+    def _set_learning_rates(self, finite: Tensor | None) -> None:
         config = self.model.config
         train = config.train
         factor = learning_rate_factor(train.schedule, train.warmup_steps, self.step, self.total, self.time_passed)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * config.dense.lr
-        self.model.table_optimizers.begin_step(factor)
+        self.model.table_optimizers.begin_step(factor, finite)
         self.learning_rates = {"dense": factor * config.dense.lr, "tables": factor * config.tables.lr}
         for name, settings in config.tables.by_name.items():
             if "lr" in settings:

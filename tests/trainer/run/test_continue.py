@@ -146,7 +146,7 @@ def states_of(configs: list[Config], run: Path) -> list[dict[str, Any]]:
                 name: {key: of.clone() for key, of in optimizer.state[weight].items()}
                 for name, weight in model.tower.named_parameters()
             }
-            steps = model.table_optimizers.touched[ITEM].steps
+            steps = model.table_optimizers.steps
             rows = gather_table(model)
             results.append({"pieces": pieces, "dense": dense, "steps": steps, "rows": rows})
     return results
