@@ -96,11 +96,15 @@ class FlatLosses(nn.Module):
             for parameters, name in places:
                 parameters[name] = weight
 
-    def backward(self, loss: Tensor, rows: Iterable[Tensor]) -> None:
-        """Gradients of all weights and of `rows`; begins the weights' mean over the ranks."""
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of all weights, on this rank."""
         loss.backward(self._ranks)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             weight.grad = gradient
+
+    def share(self, loss: Tensor, rows: Iterable[Tensor]) -> None:
+        """Begins the gradients' mean over the ranks, and has all ranks know whether this one's loss and its gradients
+        of `rows` are finite."""
         norms = torch._foreach_norm([loss.detach(), *(row.grad for row in rows if row.grad is not None)])
         torch.sum(torch.stack(norms), 0, out=self.checks[1 + self.group.rank()])
         if self.group.size() > 1:

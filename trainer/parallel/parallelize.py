@@ -143,7 +143,8 @@ class ParallelModel:
         """Gradients of the rows, and of the tower, whose sum over the ranks begins: `tower_gradients` has it. It is
         computed as a mean, and so are the rows', hence a factor of the number of ranks."""
         if isinstance(self.replicated, FlatLosses):
-            self.replicated.backward(loss, rows.values())
+            self.replicated.backward(loss)
+            self.replicated.share(loss, rows.values())
         else:
             (loss * self.ranks.world_size).backward()
 

@@ -162,7 +162,8 @@ def test_kernels_are_those_that_the_projects_code_launches_on_a_gpu(
     plan_job(config, arguments.devices(), arguments.imagined())
     counted = launches.counted(config, 1).launches
     (work,) = found
-    assert abs(work.kernels / (counted["forward"] + counted["backward"]) - 1) < 0.06
+    # Without the gradients' check, which OPTIMIZER has.
+    assert abs(work.kernels / (counted["forward"] + counted["backward"] - 9) - 1) < 0.06
 
 
 @pytest.mark.long
