@@ -1,14 +1,11 @@
-"""The FP8 row-wise codec compared with other ways to send a row, and the choice of its scale.
+"""The FP8 row-wise codec compared with other ways to send a row.
 
     python -m benchmarks.codec [--megabytes 64] [--repetitions 15] [--device cpu]
-    python -m benchmarks.codec --scales
 
 Speed: GB of FP32 rows per second, both ways, on one thread or one GPU; the rows are larger than the caches. "eager" is
 the row-wise cast in plain eager PyTorch (largest magnitude, divide, cast; and back), "plain" the codec's definition in
 torch. Repetitions of all methods are interleaved, and ratios are those of medians. INT8 and, on CUDA, FP8 are FBGEMM's
 row-wise operations; the copy of the FP32 rows shows the device's bandwidth (bytes read and written).
-
---scales: the relative root mean square error of a row under the codec's arithmetic with scales of other precisions.
 """
 
 import ctypes
@@ -36,8 +33,6 @@ class Options:
     """Size of the FP32 rows."""
     repetitions: int = 15
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    scales: bool = False
-    """Measure errors by choice of the scale, not speed."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,7 @@ class Row:
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     _keep_freed_memory()
-    if options.scales:
-        _show_errors(_errors())
-    else:
-        _show_speed([row for dim in (64, 128) for row in measure(dim, options)], options)
+    _show([row for dim in (64, 128) for row in measure(dim, options)], options)
 
 
 def measure(dim: int, options: Options) -> list[Row]:
@@ -131,47 +123,7 @@ def _keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def _errors() -> list[dict[str, float | int | str]]:
-    """Each distribution of rows, format and scale: ||received - sent|| / ||sent||, over 20,000 rows of 64."""
-    generator, dim = torch.Generator().manual_seed(0), 64
-    normal = torch.randn(20_000, dim, generator=generator, dtype=torch.float64)
-    laplace = torch.empty(20_000, dim, dtype=torch.float64).exponential_(generator=generator) * normal.sign()
-    # Student's t with 3 degrees of freedom: a few elements of a row dwarf the rest, as in gradients.
-    chi = torch.randn(20_000, dim, 3, generator=generator, dtype=torch.float64).square().mean(dim=2).sqrt()
-    rows = {"Gaussian": normal, "Laplace": laplace, "heavy-tailed (t, 3)": normal / chi}
-    scales: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-        "FP32": (4, lambda amax: amax),
-        "BF16, rounded up": (2, _up_to_bf16),
-        "power of two, rounded up": (1, lambda amax: amax.log2().ceil().exp2()),
-    }
-    errors: list[dict[str, float | int | str]] = []
-    for distribution, x in rows.items():
-        for form, dtype in FORMATS.items():
-            by_scale = {scale: _error(x, dtype, chosen) for scale, (_, chosen) in scales.items()}
-            for scale, error in by_scale.items():
-                row = {"rows": distribution, "format": form, "scale": scale, "bytes": dim + scales[scale][0]}
-                errors.append({**row, "error": error, "ratio": error / by_scale["FP32"]})
-    return errors
-
-
-def _error(x: torch.Tensor, dtype: torch.dtype, chosen: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    largest = torch.finfo(dtype).max
-    s = chosen(x.abs().amax(dim=1, keepdim=True).float()).double()
-    received = (x / s * largest).clamp(-largest, largest).float().to(dtype).double() * s / largest
-    return ((received - x).norm() / x.norm()).item()
-
-
-def _up_to_bf16(amax: torch.Tensor) -> torch.Tensor:
-    return ((amax.view(torch.int32) + 0xFFFF >> 16) << 16).view(torch.float32)
-
-
-def _show_errors(errors: list[dict[str, float | int | str]]) -> None:
-    heads = ("rows", "format", "scale", "bytes a row", "relative RMS error", "/ FP32 scale's")
-    cells = ([*[*row.values()][:4], f"{row['error']:.5f}", f"{row['ratio']:.3f}"] for row in errors)
-    print_table(heads, cells, "64 elements", 140)
-
-
-def _show_speed(rows: list[Row], options: Options) -> None:
+def _show(rows: list[Row], options: Options) -> None:
     heads = ("D", "way", "format", "", "bytes a row", "GB/s of FP32 (range)", "/ eager", "of copy's bytes/s")
     cells = []
     for row in rows:

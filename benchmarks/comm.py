@@ -8,12 +8,9 @@ many negatives (dot product, D = 64, a million items), so that a step is mostly 
 Adam: FBGEMM's fused optimizers take longer on CPU.
 
 Bytes a step are those of both ranks, as counted by the codec hook (embeddings and their gradients) and by the
-interfaces. The second should be the first plus 8 bytes an id, 4 a dense parameter and rank, and 66 of headers a frame
-(Ethernet, IP, TCP with time stamps); "unexplained" is the rest. Runs stop after their last step, without checkpoint and
+interfaces, which also carry ids, dense gradients and headers. Runs stop after their last step, without checkpoint and
 evaluation. "ms/step" is wall time, including logging; "CPU" is the CPU time of a rank's process in it, including the
-kernel's, which bounds it from below. The ceiling is the ratio of the interfaces' bytes: what the speed ratio would be
-if only bytes took time. Rows are exchanged in 4 parts (comm.parts). gloo's own all-to-all mostly sends one direction
-after the other, and so gets half of what the link gives both at once; the exchange of rows does not use it.
+kernel's, which bounds it from below. Rows are exchanged in 4 parts (comm.parts).
 """
 
 import json
@@ -34,16 +31,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.distributed as dist
 import tyro
-from rich.console import Console
 
 from benchmarks.measure import machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.launch.processes import held_port
-from logitmix.modules.schema import Schema
-from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
@@ -62,9 +55,8 @@ DEVICE = "wire"
 ITEMS, USERS, ACTIONS, BATCH = 1_000_000, 40, 6, 4
 EPOCH = USERS // BATCH
 WARM_UP, LOG_EVERY = 10, 10
-HEADERS = 66
 CLOCKS = ("wall", "cpu")
-COUNTED = ("tx_bytes", "tx_packets")
+COUNTED = ("tx_bytes",)
 MODEL: dict[str, Any] = {
     "dim": 64,
     "encoder": {"blocks": 1, "heads": 1, "dropout": 0.0, "max_length": 4},
@@ -226,12 +218,11 @@ def _config(data: Path, arm: str, steps: int) -> Config:
 
 def _measure(folder: Path, link: str, arms: list[str], steps: int, repeats: int, wire: Wire) -> dict[str, Any]:
     runs = [(f"{link}-{arm}-{repeat}", arm) for repeat in range(repeats) for arm in arms]
-    job = {"folder": str(folder), "link": link, "runs": runs, "steps": steps}
+    job = {"folder": str(folder), "runs": runs, "steps": steps}
     with wire.ranks([sys.executable, "-m", "benchmarks.comm", "--worker", json.dumps(job)]) as processes:
         _wait(processes, link)
     measured = {arm: [_read(folder / run) for run, of in runs if of == arm] for arm in arms}
-    bare: dict[str, float] = json.loads((folder / f"{link}.json").read_text())
-    return {"bare": bare, "arms": {arm: _summary(repeated) for arm, repeated in measured.items()}}
+    return {arm: _summary(repeated) for arm, repeated in measured.items()}
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], link: str) -> None:
@@ -253,8 +244,7 @@ def _read(run: Path) -> dict[str, float]:
     warm = [row for row in rows if row["step"] > WARM_UP]
     found = {"loss": rows[-1]["loss"]}
     found |= {name: statistics.mean(row[name] for row in warm) for part in PHASES if (name := f"time/{part}")}
-    names = [f"wire/{way}bytes_per_step" for way in ("", "forward/", "backward/")]
-    found |= {name: statistics.mean(row[name] for row in rows) for name in names if name in rows[0]}
+    found["wire/bytes_per_step"] = statistics.mean(row["wire/bytes_per_step"] for row in rows)
     sent = [_counted_per_step(run / f"counts-{rank}.jsonl") for rank in range(RANKS)]
     found |= {name: sum(rank[name] for rank in sent) / (RANKS if name in CLOCKS else 1) for name in sent[0]}
     return found | {"examples_per_second": found["examples"] / RANKS / found["wall"]}
@@ -276,61 +266,30 @@ def _summary(repeated: list[dict[str, float]]) -> dict[str, float]:
     return summary | {"slowest": min(speeds), "fastest": max(speeds)}
 
 
-def _show(link: str, result: dict[str, Any]) -> None:
-    bare, arms = result["bare"], result["arms"]
-    console = Console(width=140)
-    title = f"{link}: bare gloo {bare['both']:.0f} Mbit/s each way at once, all-to-all {bare['all_to_all']:.0f}"
-    heads = ("wire", "hook, MB/step", "interface, MB/step", "unexplained", "examples/s (range)", "ms/step", "loss")
-    rows: list[tuple[str, ...]] = []
-    rows_sent = arms["fp32"]["wire/bytes_per_step"] / (2 * 4 * MODEL["dim"]) if "fp32" in arms else 0.0
-    for arm, of in arms.items():
-        payload, seen, unexplained = of["wire/bytes_per_step"], "-", "-"
-        if "tx_bytes" in of:
-            seen = f"{of['tx_bytes'] / 1e6:.3f}"
-            expected = payload + 8 * rows_sent + 4 * _dense_parameters() * RANKS + HEADERS * of["tx_packets"]
-            unexplained = f"{of['tx_bytes'] / expected - 1:+.2%}" if rows_sent else "-"
-        speed = f"{of['examples_per_second']:.1f} ({of['slowest']:.1f} to {of['fastest']:.1f})"
-        milliseconds, loss = f"{of['wall'] * 1000:.0f}", f"{of['loss']:.4f}"
-        rows.append((arm, f"{payload / 1e6:.3f}", seen, unexplained, speed, milliseconds, loss))
-    print_table(heads, rows, title, 140)
-    for arm, of in arms.items():
-        parts = ", ".join(f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PHASES)
-        parts += f"; CPU {of['cpu'] * 1000:.1f}"
-        console.print(f"ms of a step of {arm}: {parts}", highlight=False)
-    for other in arms if "fp8" in arms else ():
-        if other != "fp8":
-            console.print(_comparison(arms["fp8"], arms[other], other), highlight=False)
-
-
-def _comparison(fp8: dict[str, float], other: dict[str, float], name: str) -> str:
-    shares = [
-        f"{way.strip('/') or 'both ways'} {fp8[key] / other[key]:.4f}"
-        for way in ("", "forward/", "backward/")
-        if (key := f"wire/{way}bytes_per_step") in fp8
+def _show(link: str, arms: dict[str, dict[str, float]]) -> None:
+    heads = ("wire", "hook, MB/step", "interface, MB/step", "examples/s (range)", "ms/step", "CPU ms/step", "loss")
+    rows = [
+        (
+            arm,
+            f"{of['wire/bytes_per_step'] / 1e6:.3f}",
+            f"{of['tx_bytes'] / 1e6:.3f}" if "tx_bytes" in of else "-",
+            f"{of['examples_per_second']:.1f} ({of['slowest']:.1f} to {of['fastest']:.1f})",
+            *(f"{of[clock] * 1000:.0f}" for clock in CLOCKS),
+            f"{of['loss']:.4f}",
+        )
+        for arm, of in arms.items()
     ]
-    counted = "tx_bytes" if "tx_bytes" in fp8 else "wire/bytes_per_step"
-    ceiling = other[counted] / fp8[counted]
-    ratio = fp8["examples_per_second"] / other["examples_per_second"]
-    return (
-        f"fp8 / {name}: speed {ratio:.2f} of a ceiling of {ceiling:.2f} ({ratio / ceiling:.0%}); "
-        f"embedding bytes {', '.join(shares)}"
-    )
-
-
-def _dense_parameters() -> int:
-    with torch.device("meta"):
-        tower = Tower(_config(Path(), "fp32", EPOCH).model, Schema.of_ids(ITEMS))
-    return sum(parameter.numel() for parameter in tower.parameters())
+    print_table(heads, rows, link, 140)
+    for arm, of in arms.items():
+        parts = (f"{part} {of[f'time/{part}'] * 1000:.1f}" for part in PHASES)
+        print(f"ms of a step of {arm}: {', '.join(parts)}")
 
 
 def _work(job: dict[str, Any]) -> None:
-    """One rank: the bare link, then every run."""
+    """One rank: every run."""
     folder = Path(job["folder"])
     torch.set_num_threads(1)
     set_up_memory()
-    bare = _bare()
-    if os.environ["RANK"] == "0":
-        (folder / f"{job['link']}.json").write_text(json.dumps(bare))
     for name, arm in job["runs"]:
         # The previous group's store may still listen: an early rank would connect to it, and lose it.
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
@@ -366,32 +325,6 @@ def _note(path: Path, pipeline: Pipeline) -> None:
     clocks = dict(zip(CLOCKS, (time.perf_counter(), time.process_time()), strict=True))
     with open(path, "a") as file:
         file.write(json.dumps({"step": pipeline.step, "examples": pipeline.examples, **clocks, **sent}) + "\n")
-
-
-def _bare() -> dict[str, float]:
-    """Mbit/s of one direction with both in use: by sends and receives at once, and by gloo's all-to-all."""
-    size = 4_000_000
-    send, receive = torch.zeros(RANKS * size, dtype=torch.uint8), torch.empty(RANKS * size, dtype=torch.uint8)
-
-    def both() -> None:
-        peer = 1 - dist.get_rank()
-        for work in [dist.irecv(receive[:size], peer), dist.isend(send[:size], peer)]:
-            work.wait()
-
-    def all_to_all() -> None:
-        dist.all_to_all_single(receive, send)
-
-    rates = {}
-    with process_group("cpu", 120):
-        for way in (both, all_to_all):
-            spent = []
-            for _ in range(6):
-                dist.barrier()
-                start = time.perf_counter()
-                way()
-                spent.append(time.perf_counter() - start)
-            rates[way.__name__] = size * 8 / 1e6 / statistics.median(spent[1:])
-    return rates
 
 
 if __name__ == "__main__":

@@ -8,41 +8,28 @@ finds; of the best 10, the share that stage 2 then still answers with, of what i
 Queries are histories of 20 random items. CPU time is that of a query, of one thread, 8 queries at once. Qdrant is its
 client's local mode, which scans FP32 vectors with numpy: all items, and with a filter those of even index, of which the
 exact ones are the largest products of these.
-
-    logitmix export RUN --out DIR --precision int8 --faiss
-    python -m benchmarks.engines DIR --data DATASET [--kept 10000] [--queries 2000]
-
-gives the CPU time of `logitmix recommend` for the dataset's first users, and of a peer: 32 queries are encoded and
-searched for by faiss flat at a time, then MoL scores each user's candidates in plain torch, FP32. What the command
-takes for one user alone, the second time, is its start, which is left out. The peer writes nothing.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import faiss
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 import tyro
 from torch import Tensor
 
-from benchmarks.measure import cpu_seconds, logitmix, machine, print_table
-from benchmarks.mol_scoring import CHUNK, plain
-from logitmix.modules.similarity.mol import MoL
+from benchmarks.measure import machine, print_table
 from logitmix.modules.stage1 import hindexer_topk
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.export.indexes import to_qdrant
 
-AT_ONCE, BATCH, HISTORY, K = 8, 32, 20, 10
+AT_ONCE, HISTORY, K = 8, 20, 10
 PROBES, VIEWS = (8, 32, 128), (1000, 2000, 4000)
 """Lists of an IVF that are searched, and items that a search in an HNSW graph keeps in view."""
 
@@ -55,15 +42,11 @@ class Options:
     """Serving directory with indexes of faiss."""
     kept: int = 1000
     queries: int = 200
-    data: str = ""
-    """Dataset directory: measure its users' recommendations instead."""
 
 
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
-    if options.data:
-        return _of_users(options)
     retriever, random = Retriever.load(options.directory), Random(0)
     ids = retriever.raw_ids
     asked: list[Request] = [
@@ -88,56 +71,6 @@ def main(options: Options) -> None:
         rows.append((name, *times, f"{sum(shared) / every.size:.4f}", f"{of_best:.4f}"))
     setting = f"{len(ids):,} items, {options.kept:,} kept; {machine()}"
     print_table(("engine", "MB", "CPU ms", f"recall@{options.kept}", f"of the best {K}"), rows, setting)
-
-
-@torch.inference_mode()
-def _of_users(options: Options) -> None:
-    retriever, index = Retriever.load(options.directory), faiss.read_index(f"{options.directory}/hindexer.faiss")
-    mol = retriever.tower.similarity
-    if not isinstance(mol, MoL):
-        raise SystemExit(f"{options.directory} is of no MoL")
-    dataset = load_dataset(options.data)
-    users, ids = dataset.raw_user_id_column().to_pylist()[: options.queries], dataset.raw_ids()
-    with TemporaryDirectory() as scratch:
-        some, out = Path(scratch, "users.txt"), f"{scratch}/out.parquet"
-        words = ["--data.path", options.data, "--users", str(some), "--out", out, "--stage1", str(options.kept)]
-        words += ["-k", str(K), "--exclude-history", "no", "--threads", "1"]
-
-        def answer(whose: list[str]) -> float:
-            some.write_text("\n".join(whose))
-            return cpu_seconds(lambda: logitmix("recommend", options.directory, *words))
-
-        _, start, whole = (answer(of) for of in (users[:1], users[:1], users))
-        best = np.array(pq.read_table(out)["item"].to_pylist()).reshape(len(users), K).tolist()
-    item = tuple(
-        map(torch.cat, zip(*(side for _, side in retriever._ranker.items.all("similarity", CHUNK)), strict=True))
-    )
-    ids_of, histories = retriever.raw_ids, pairwise(dataset.offsets[: len(users) + 1].tolist())
-    asked: list[Request] = [
-        {"history": [ids[at] for at in dataset.items_flat[slice(*of)].tolist()]} for of in histories
-    ]
-    seconds, shared = [0.0, 0.0, 0.0], 0
-    for first in range(0, len(users), BATCH):
-        clock = [time.process_time()]
-        sides = retriever.query_sides(asked[first : first + BATCH])
-        clock.append(time.process_time())
-        index_BK = torch.from_numpy(np.sort(index.search(sides["hindexer.0"].numpy(), options.kept)[1]))
-        clock.append(time.process_time())
-        query = tuple(of for name, of in sides.items() if name.startswith("similarity"))
-        score_BK = plain(mol, query, item, index_BK).view(index_BK.shape)
-        found = index_BK.gather(1, score_BK.topk(K).indices).tolist()
-        clock.append(time.process_time())
-        seconds = [of + after - before for of, (before, after) in zip(seconds, pairwise(clock), strict=True)]
-        shared += sum(
-            len({ids_of[at] for at in row} & set(of))
-            for row, of in zip(found, best[first : first + BATCH], strict=True)
-        )
-    setting = f"{len(users):,} users, {len(ids_of):,} items, {options.kept:,} kept; {machine()}"
-    rows = {"logitmix recommend": (whole - start) / (len(users) - 1), "peer": sum(seconds) / len(users)}
-    rows |= {f"of it {name}": of / len(users) for name, of in zip(("encoding", "faiss", "MoL"), seconds, strict=True)}
-    cells = ((name, f"{1000 * of_user:.2f}", f"{1 / of_user:.1f}") for name, of_user in rows.items())
-    print_table(("", "CPU ms a user", "users a CPU second"), cells, setting)
-    print(f"start of the command {start:.1f} s; {shared / len(users) / K:.4f} of the best {K} are the same")
 
 
 def _engines(directory: Path, retriever: Retriever, kept: int) -> list[tuple[str, float, Search, bool]]:

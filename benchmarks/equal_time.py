@@ -1,7 +1,7 @@
 """MoL beside the dot product that it begins from, trained on for as long, by the width of the embeddings.
 
     python -m benchmarks.equal_time --source FOLDER [--datasets half,ml-100k] [--widths 16,64] [--seeds 3]
-        [--out runs/equal-time] [--plot docs/equal-time.svg]
+        [--out runs/equal-time]
 
 For each dataset, width and seed: the recipe `auto`, "start", which scores all items (full softmax); from its weights,
 `auto-mol`; and, from the same weights, the dot product for as many epochs as take MoL's CPU time, both with rates that
@@ -9,7 +9,7 @@ fall from 0.001. One thread, FP32, no refits; each run is tested after its best 
 means over the seeds, and MoL less the dot product over the same users, with the standard error over the users or the
 seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip` and `half/`, which holds the lines of users 1 to 2,999
 of MovieLens-1M's `ratings.dat`. A run that is complete in --out is not repeated, and is refused if its settings would
-be others now.
+be others now. Each table is also kept as JSON in --results, with the machine and the commit.
 """
 
 import json
@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 import tyro
 
-from benchmarks.arms import prepare
-from benchmarks.measure import cpu_seconds, drawing, logitmix, machine, print_table, words_of
+from benchmarks.measure import cpu_seconds, logitmix, machine, print_table, words_of
+from logitmix.common.files import write_whole
 from logitmix.common.mappings import counted
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.commands.train import Arguments
 from logitmix.trainer.run.folder import require_same_settings
-from logitmix.trainer.run.metrics import evaluations_since_best, read_rows
 from logitmix.trainer.run.results import read_ranks, read_results
 
 METRICS = ("hr@10", "hr@50", "hr@200")
@@ -48,11 +47,11 @@ DATASETS = {
     "ml-1m": Dataset("MovieLens-1M", 14, 4),
     "half": Dataset("MovieLens-1M, half, times", 14, 4, {"model.encoder.times": True}),
     "ml-100k": Dataset("MovieLens-100K", 20, 8),
-    "interests": Dataset("disjoint interests", 60, 16),
     "demo-features": Dataset("20 features", 30, 15, {"model.encoder.kind": "pooled", "model.features": ("all",)}),
 }
-ARMS = {"start": "0.6", "dot": "tab:blue", "mol": "tab:orange"}
-"""With their colors."""
+SOURCES = {"ml-1m": "ml-1m.zip", "half": "half", "ml-100k": "ml-100k.zip"}
+"""In --source; the others are generated."""
+ARMS = ("start", "dot", "mol")
 
 
 @dataclass(frozen=True)
@@ -62,28 +61,21 @@ class Options:
     widths: str = "64"
     seeds: int = 1
     out: str = "runs/equal-time"
-    plot: str = ""
-    """File of the plot of HR@10 on validation against CPU time."""
+    results: str = "benchmarks/results"
 
 
 def main(options: Options) -> None:
-    out, drawn = Path(options.out), {}
+    out, heads = Path(options.out), ("", "CPU s", "epochs", *METRICS)
     for name in options.datasets.split(","):
-        prepared(out / "data" / name, name, Path(options.source))
+        if not (data := out / "data" / name / "dataset.json").exists():
+            given = ["--source", str(Path(options.source, SOURCES[name]))] if name in SOURCES else []
+            logitmix("prepare", "ml-1m" if name == "half" else name, *given, "--out", str(data.parent))
         for width in map(int, options.widths.split(",")):
             found = [trained(out, name, width, seed) for seed in range(options.seeds)]
-            drawn[name, width] = found
             title = f"{DATASETS[name].name}, D = {width}, {counted(options.seeds, 'seed')}, 1 thread; {machine()}"
-            print_table(("", "CPU s", "epochs", *METRICS), table_rows(found), title, 150)
-    if options.plot:
-        plot(Path(options.plot), drawn)
-
-
-def prepared(path: Path, name: str, source: Path) -> None:
-    if name != "half":
-        prepare(path, name, str(source))
-    elif not (path / "dataset.json").exists():
-        logitmix("prepare", "ml-1m", "--source", str(source / "half"), "--out", str(path))
+            print_table(heads, rows := table_rows(found), title, 150)
+            kept = {"measured": title, "rows": [dict(zip(heads, row, strict=True)) for row in rows]}
+            write_whole(Path(options.results, f"equal-time-{name}-{width}.json"), json.dumps(kept, indent=1) + "\n")
 
 
 def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:
@@ -146,39 +138,6 @@ def difference(rank_SU: np.ndarray, other_SU: np.ndarray, k: int) -> str:
     S, U = less_SU.shape
     of_seeds = less_SU.mean(1).std(ddof=1) / np.sqrt(S) if S > 1 else 0.0
     return f"{less_SU.mean():+.4f} ± {max(of_seeds, less_SU.mean(0).std(ddof=1) / np.sqrt(U)):.4f}"
-
-
-def plot(path: Path, drawn: dict[tuple[str, int], list[dict[str, Path]]]) -> None:
-    names, widths = (list(dict.fromkeys(key[at] for key in drawn)) for at in (0, 1))
-    with drawing(path, len(widths), len(names), figsize=(3.2 * len(names), 2.7 * len(widths)), squeeze=False) as (
-        _,
-        panels,
-    ):
-        for (name, width), found in drawn.items():
-            panel = panels[widths.index(width)][names.index(name)]
-            for of, color in ARMS.items():
-                for seed, runs in enumerate(found):
-                    panel.plot(*curve(runs, of), color=color, linewidth=1, label=None if seed else of)
-            panel.set_title(f"{DATASETS[name].name}, D = {width}", fontsize=9)
-            panel.set_xlabel("CPU seconds", fontsize=8)
-            panel.tick_params(labelsize=8)
-        panels[0][0].set_ylabel("HR@10 on validation", fontsize=8)
-        panels[0][0].legend(fontsize=8)
-
-
-def curve(runs: dict[str, Path], of: str) -> tuple[list[float], list[float]]:
-    """CPU seconds from the beginning of the start, and HR@10 on validation; a run that goes on begins where the best
-    epoch of the start lies."""
-
-    def points(name: str, at: float) -> list[tuple[float, float]]:
-        rows, seconds = read_rows(runs[name], "validation"), spent(runs[name])["cpu_s"]
-        return [(at + seconds * row["step"] / rows[-1]["step"], row["hr@10"]) for row in rows]
-
-    drawn = points("start", 0.0)
-    if of != "start":
-        _, best = evaluations_since_best(runs["start"], "hr@10")
-        drawn = [(end := spent(runs["start"])["cpu_s"], best["hr@10"]), *points(of, end)]
-    return [x for x, _ in drawn], [y for _, y in drawn]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Triton's kernels compiled for GPUs that need not be here, and what each takes of a multiprocessor.
 
-    python -m benchmarks.kernels [--gpus 80 90] [--only mol_triton] [--out benchmarks/notes/kernels.md]
+    python -m benchmarks.kernels [--gpus 80 90] [--only mol_triton]
 
 A case is host code with sizes: those of the recipes, and limits of what `covers()` takes. It runs with tensors that
 have shapes and no memory and say that they are on the GPU. So what is compiled is what a run there would launch: the
@@ -18,13 +18,11 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 import tyro
 from torch import Tensor
 from triton import knobs
@@ -80,8 +78,6 @@ class Options:
     """Compute capabilities: 80, 89, 90, 100, 103."""
     only: str = ""
     """Cases whose name contains this."""
-    out: str = ""
-    """Also write each kernel's worst case there."""
 
 
 @dataclass(frozen=True)
@@ -362,44 +358,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-TEXT = """# What do Triton's kernels take of a GPU?
-
-`python -m benchmarks.kernels --gpus 80 90 100 --out FILE`, Triton {triton}: compiled for A100, H100 and B200 and not
-run. It prints each kernel of each case; below is, of each kernel, the case that spills most, or else takes most
-registers. All keep to the budgets in their modules, so all would start.
-
-A cell: registers of a thread / bytes that it spills / programs that share a multiprocessor. Sizes: query components x
-item components x width x hidden units for MoL; heads x width of a head for HSTU; queries x width for stage 1; groups x
-width for the FP8 codec; else the width. `limit`: among the largest that the kernel covers.
-
-MoL's backward is bound by registers: with 8 x 8 components the sums of the gate's gradients take half of all that two
-programs of 4 warps have. With tiles of 2 x 8, or of 16 targets, nothing is spilled once no code is moved out of the
-loops (`disable_licm`) and items and the biases' addresses are read again. Other tiles and 8 warps spill hundreds of
-bytes. For targets, the slopes of the hidden units are computed again, too: 7 products in place of 6, for one pair of
-N + 1; and the second program of each multiprocessor has 66 kB of sums more to write and add up.
-
-"""
-
-
-def row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def worst(found: dict[str, dict[str, list[Kernel]]]) -> list[str]:
-    """A table's rows: of each kernel, the case that spills most on any GPU. `found`: kernel -> case -> compiled."""
-    gpus = list(dict.fromkeys(GPUS[each.gpu].name for cases in found.values() for of in cases.values() for each in of))
-    rows = [row("kernel", "worst case", *gpus), row(*["---"] * (2 + len(gpus)))]
-    for kernel, cases in found.items():
-        sizes, of = max(cases.items(), key=lambda case: max((each.spilled, each.registers) for each in case[1]))
-        # A case can launch forms of one kernel: of those, the one that spills most.
-        of = sorted(of, key=lambda each: (each.spilled, each.registers))
-        by_gpu = {GPUS[each.gpu].name: f"{each.registers} / {each.spilled} / {each.programs}" for each in of}
-        rows.append(row(kernel, sizes, *(by_gpu.get(gpu, "") for gpu in gpus)))
-    return rows
-
-
 def main(options: Options) -> None:
-    found: dict[str, dict[str, list[Kernel]]] = {}
     wrong = []
     print("kernel, sizes, GPU, warps, registers, spilled, shared KiB, tensor columns, programs")
     for name in cases():
@@ -409,17 +368,12 @@ def main(options: Options) -> None:
         for gpu in options.gpus:
             for kernel in compiled(name, gpu):
                 wrong += [f"{name} on {gpu}: {kernel.name} {what}" for what in kernel.wrong]
-                full_name = f"{module}.{kernel.name.lstrip('_')}"
-                found.setdefault(full_name, {}).setdefault(sizes, []).append(kernel)
-                print(
-                    full_name, sizes, GPUS[gpu].name, kernel.warps, kernel.registers, kernel.spilled,
-                    round(kernel.shared / 1024), kernel.tensor_columns, kernel.programs, *kernel.wrong,
-                    sep=", ", flush=True,
-                )  # fmt: skip
+                taken = kernel.warps, kernel.registers, kernel.spilled, round(kernel.shared / 1024)
+                taken = *taken, kernel.tensor_columns, kernel.programs, *kernel.wrong
+                named = f"{module}.{kernel.name.lstrip('_')}", sizes, GPUS[gpu].name
+                print(*named, *taken, sep=", ", flush=True)
     if wrong:
         raise SystemExit("\n".join(wrong))
-    if options.out:
-        Path(options.out).write_text(TEXT.format(triton=triton.__version__) + "\n".join(worst(found)) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a training step asks of a GPU: kernels that are launched, copies from the host, and waits for the device.
 
-    python -m benchmarks.launches [--recipes ml-1m-mol] [--sources] [--out FILE]
+    python -m benchmarks.launches [--recipes ml-1m-mol] [--sources]
 
 A small model's step on a GPU takes as long as the host needs to launch its kernels, some microseconds each, and a wait
 for the device leaves it idle. So this runs a whole step of each recipe, as on one GPU and as on the first of eight, on
@@ -109,8 +109,6 @@ class Options:
     """All, if none are named."""
     sources: bool = False
     """Also show which lines of code launch the most."""
-    out: str = ""
-    """Also write the table there, in Markdown: benchmarks/notes/launches.md has it."""
 
 
 @dataclass
@@ -554,20 +552,16 @@ def cases(recipes: Sequence[str] = ()) -> dict[tuple[str, int, int], Config]:
 def main(options: Options) -> None:
     console = Console(width=160)
     titles = ("recipe", "batch", "ranks", *PHASES, "launches", "copies", "blocking", "waits")
-    table, lines = Table(*titles), [f"| {' | '.join(titles)} |", "| --- |" + " ---: |" * (len(titles) - 1)]
+    table = Table(*titles)
     for case, config in cases(options.recipes).items():
         counts = counted(config, case[2])
-        row = [*map(str, (*case, *(counts.launches[phase] for phase in PHASES), *counts.total))]
-        table.add_row(*row)
-        lines.append(f"| {' | '.join(row)} |")
+        table.add_row(*map(str, (*case, *(counts.launches[phase] for phase in PHASES), *counts.total)))
         if options.sources:
             of_case = Table("phase", "source", "operation", "times", title=" ".join(map(str, case)))
             for (phase, source, what), number in counts.sources.most_common():
                 of_case.add_row(phase, source, what, str(number))
             console.print(of_case)
     console.print(table)
-    if options.out:
-        Path(options.out).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,21 +109,6 @@ def print_table(heads: Iterable[str], rows: Iterable[Sequence[object]], title: s
     Console(width=width).print(table)
 
 
-@contextmanager
-def drawing(path: str | Path, *shape: int, dpi: int = 100, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A figure and its panels, which are written to the file in the end; an SVG of the same is the same file."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = Path(path).name
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(*shape, layout="constrained", **options)
-    yield figure, panels
-    figure.savefig(path, dpi=dpi, metadata={"Date": None} if str(path).endswith(".svg") else None)
-    pyplot.close(figure)
-
-
 def words_of(settings: Mapping[str, Any]) -> list[str]:
     """The arguments of a command that has these settings."""
     words = []
@@ -149,11 +133,7 @@ def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
     with all output if it fails. Ctrl-C and, in the main thread, SIGTERM end both, this one when that has saved its
     step."""
-    return python("-m", "logitmix.trainer.cli", *words, *(["--processes", str(processes)] if processes > 1 else []))
-
-
-def python(*command: str) -> str:
-    """Output of Python with these arguments, as of `logitmix`."""
+    command = ["-m", "logitmix.trainer.cli", *words, *(["--processes", str(processes)] if processes > 1 else [])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:

@@ -1,8 +1,7 @@
 """The paper's tables, trained by one command: this project's figures beside the published ones.
 
-    python -m benchmarks.paper --table movielens [--datasets ml-1m] [--methods dot,mol] [--seeds 3] [--minutes 30]
-    python -m benchmarks.paper --table amazon | ablation | rank | components | groups
-    python -m benchmarks.paper --figure popularity --plot docs/popularity.png
+    python -m benchmarks.paper --table movielens [--datasets ml-1m] [--methods dot,mol] [--seeds 3]
+    python -m benchmarks.paper --table amazon | ablation | components
     python -m benchmarks.paper --table movielens --show        # trains nothing
 
 A cell is a dataset, a method and a seed. It trains the method's settings on top of the dataset's recipe, with the best
@@ -10,11 +9,7 @@ checkpoint chosen on validation; then its refit (train.refit), whose test figure
 looked at to choose anything. The cells of all other similarities start from the run of the dot product, which is
 trained first; their minutes count it. On ml-1m, hstu+mol is the recipe ml-1m-hstu-mol, which trains what it starts
 from. A cell whose result is in --results is not trained again, an interrupted one resumes, and cells that were not
-trained stay empty. The tables `rank` and `groups` and the figure need the runs themselves: a cell whose run and refit
---out lacks is trained, even if its result is known. Datasets are read from --data/NAME, as `logitmix prepare` writes
-them. --minutes bounds the training time of a cell, with that of the run that it starts from, which has half of them,
-and its refit takes as many epochs; without it, the recipes' epochs are trained. Results with minutes are kept
-apart from those without (ml-1m-mol-0-30m).
+trained stay empty. Datasets are read from --data/NAME, as `logitmix prepare` writes them.
 
 A result is a small JSON file: settings, commit, seed, machine, hours, and the metrics on validation and test. The table
 gives the mean over the seeds, their standard deviation where there are several, the standard error over users, and how
@@ -26,35 +21,24 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import numpy as np
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import drawing, logitmix, machine, words_of
-from logitmix.comm.process_group import process_group
+from benchmarks.measure import logitmix, machine, words_of
 from logitmix.common.files import Fields, parse_json, write_whole
 from logitmix.common.mappings import require
 from logitmix.launch.processes import require_threads
-from logitmix.modules.losses.blockwise import Side
-from logitmix.modules.similarity.base import Similarity
 from logitmix.trainer.config import flatten, load_recipe, with_settings
-from logitmix.trainer.data.batches import RankingUsers, leave_one_out, ranking_users
-from logitmix.trainer.data.dataset import Dataset, load_dataset
-from logitmix.trainer.data.lookups import columns_of
-from logitmix.trainer.evaluation.embed import Embedder
-from logitmix.trainer.metrics import means
-from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import read_config, refit_path, start_path
 from logitmix.trainer.run.metrics import read_rows
-from logitmix.trainer.run.results import read_ranks, read_results
-from logitmix.trainer.run.stages import chosen_run, final_run, source_of
+from logitmix.trainer.run.results import read_results
+from logitmix.trainer.run.stages import chosen_run, source_of
 
 Settings = Mapping[str, Any]
 MOVIELENS = ("hr@1", "hr@10", "hr@50", "hr@500", "mrr")
@@ -229,32 +213,19 @@ PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
     },
 }
 """By table, dataset and method; the metrics are those of `columns`. Methods that the paper does not have are empty."""
-RANK_OF_SCORES = {"dot": 50, "mlp": 227, "neumf": 386, "deepfm": 304, "mol": 1864}
-"""The paper's table of ranks of the learned phi on ML-1M, d = 50."""
-EXPLAINED = {"ml-1m": (0.1744, 0.4126, 0.8221), "beauty": (0.0496, 0.1212, 0.2654), "games": (0.1100, 0.2355, 0.4609)}
-"""Its table of ranks of ln p(x|u): share of variance that 64, 256 and 1,024 dimensions explain."""
-DIMENSIONS = (64, 256, 1024)
 FREE = ("data.path", "warm_start", "train.precision", "train.threads")
 """Settings in which a result and its cell may differ."""
-MOST_PAIRS = 2**28
-"""Users x items of which a matrix is made."""
-QUARTERS = 4
-"""Groups of users, as many in each."""
 
 
 @dataclass(frozen=True)
 class Options:
-    table: Literal["movielens", "amazon", "ablation", "rank", "components", "groups"] = "movielens"
-    figure: Literal["", "popularity"] = ""
-    """Draw this figure, of the runs of --table, in place of the table."""
+    table: Literal["movielens", "amazon", "ablation", "components"] = "movielens"
     datasets: str = ""
     """Those of the table that are in --data when left empty."""
     methods: str = ""
     """All of the table when left empty; hstu+dot, hstu+mol, fuxi+dot and fuxi+mol take other encoders."""
     seeds: int = 1
     """train.seed 0, 1, …"""
-    minutes: Annotated[float, tyro.conf.arg(aliases=("--budget",))] = 0.0
-    """Training time of a cell, the run that it starts from included; 0 trains the recipe's epochs."""
     threads: int = 1
     data: str = "data"
     out: str = "runs/paper"
@@ -263,13 +234,12 @@ class Options:
     """Where the small JSON files are kept."""
     show: bool = False
     """Train nothing: show what there is."""
-    plot: str = "popularity.png"
     json: bool = False
     """Print JSON."""
 
     def chosen(self) -> list[tuple[str, list[str]]]:
         """The datasets with their methods."""
-        table = PAPER.get(self.table, PAPER["movielens"] | (PAPER["amazon"] if self.table == "rank" else {}))
+        table = PAPER[self.table]
         wanted = self.datasets.split(",") if self.datasets else [name for name in table if self._has(name)]
         if not wanted:
             names = [self.path(name).name for name in table]
@@ -288,11 +258,10 @@ class Options:
         return [(dataset, [name for name in named or table[dataset] if name in table[dataset]]) for dataset in wanted]
 
     def cells(self, dataset: str, method: str) -> list["Cell"]:
-        return [Cell(dataset, method, seed, self.minutes) for seed in range(self.seeds)]
+        return [Cell(dataset, method, seed) for seed in range(self.seeds)]
 
     def _has(self, dataset: str) -> bool:
-        # What the other tables show of a result needs no dataset.
-        return (self.show and self.table in PAPER) or (self.path(dataset) / "dataset.json").is_file()
+        return self.show or (self.path(dataset) / "dataset.json").is_file()
 
     def path(self, dataset: str) -> Path:
         """Where it is, or else where `logitmix prepare` would write it: as amazon-beauty, what is beauty here."""
@@ -306,12 +275,10 @@ class Cell:
     dataset: str
     method: str
     seed: int
-    minutes: float = 0.0
 
     @property
     def name(self) -> str:
-        within = f"-{self.minutes:g}m" if self.minutes else ""
-        return f"{self.dataset}-{self.method.replace(' ', '-')}-{self.seed}{within}"
+        return f"{self.dataset}-{self.method.replace(' ', '-')}-{self.seed}"
 
     @property
     def recipe(self) -> str:
@@ -330,20 +297,10 @@ class Cell:
         """The cell whose run gives the first weights: that of the dot product with the same encoder, because the other
         similarities learn slowly from random ones. The two baselines themselves have none, nor has a recipe as it is,
         which trains what it starts from."""
-        if not self.has_start:
+        encoder, plus, name = self.method.rpartition("+")
+        if self.dataset == "demo-features" or name in ("bce", "dot") or self.is_recipe:
             return None
-        encoder, plus, _ = self.method.rpartition("+")
-        return replace(self, method=f"{encoder}{plus}dot", minutes=self.own_minutes)
-
-    @property
-    def has_start(self) -> bool:
-        name = self.method.rpartition("+")[2]
-        return self.dataset != "demo-features" and name not in ("bce", "dot") and not self.is_recipe
-
-    @property
-    def own_minutes(self) -> float:
-        """Without those of the cell that it starts from, which has as many."""
-        return self.minutes / 2 if self.has_start else self.minutes
+        return replace(self, method=f"{encoder}{plus}dot")
 
     def run(self, options: Options) -> Path:
         return Path(options.out) / self.name
@@ -365,8 +322,7 @@ class Cell:
         if self.method.endswith("mol-quarter-negatives"):
             settings["model.loss.negatives"] = data.from_dot["model.loss.negatives"] // 4
             settings["model.loss.in_batch"] = load_recipe(self.recipe).model.loss.in_batch // 4
-        settings |= {"train.seed": self.seed, "train.minutes": self.own_minutes, "train.threads": options.threads}
-        return settings | {"train.refit": True}
+        return settings | {"train.seed": self.seed, "train.threads": options.threads, "train.refit": True}
 
 
 def result(cell: Cell, options: Options) -> dict[str, Any] | None:
@@ -405,27 +361,18 @@ def read_result(path: Path) -> Fields:
     return Fields(parts, str(path))
 
 
-def finished(cell: Cell, options: Options) -> Path | None:
-    """The cell's run, with its refit; trained first, even if its result is known, where --out lacks it and it may
-    be."""
-    result(cell, options)
-    if not (refit_path(cell.run(options)) / "results.json").exists():
-        if options.show:
-            return None
-        train(cell, options)
-    return cell.run(options)
-
-
 def train(cell: Cell, options: Options) -> dict[str, Any]:
-    if cell.start:
-        finished(cell.start, options)
+    if (start := cell.start) and not (refit_path(start.run(options)) / "results.json").exists():
+        first = train(start, options)
+        if not (path := Path(options.results) / f"{start.name}.json").exists():
+            write_whole(path, json.dumps(first, indent=1) + "\n")
     run, words = cell.run(options), words_of(cell.settings(options))
     Console(stderr=True).print(f"{cell.name}: {cell.recipe} {' '.join(words)}", soft_wrap=True, highlight=False)
     try:
         logitmix("train", cell.recipe, *words, "--run", str(run))
     except KeyboardInterrupt:
         raise SystemExit(f"{cell.name} is stopped; the same command goes on with it") from None
-    return collected(run, cell.recipe) | ({"minutes": cell.minutes} if cell.minutes else {})
+    return collected(run, cell.recipe)
 
 
 def collected(run: Path, recipe: str) -> dict[str, Any]:
@@ -463,7 +410,7 @@ def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
 
 def columns(table: str, dataset: str) -> tuple[str, ...]:
     match table:
-        case "movielens" | "rank":
+        case "movielens":
             return MOVIELENS
         case "amazon":
             return AMAZON
@@ -478,7 +425,7 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
     users = found[0]["users"]
     minutes = [60 * (each["hours"]["run"] + each["hours"].get("start", 0.0)) for each in found]
     of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(minutes)}
-    on = [(each["users"], each["corpus"], each.get("minutes", 0), each["machine"]) for each in found]
+    on = [(each["users"], each["corpus"], each["machine"]) for each in found]
     of["measured"] = list(dict.fromkeys(on))
     for metric in metrics:
         values = [each["refit"][metric] for each in found]
@@ -492,36 +439,17 @@ def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[
 def main(options: Options) -> None:
     try:
         require(options.seeds > 0, "--seeds", options.seeds, "1 or more")
-        require(0 <= options.minutes < math.inf, "--minutes", options.minutes, "0 or more, and finite")
         require_threads("--threads", options.threads)
-        torch.set_num_threads(options.threads)
-        # Before anything is trained.
-        if options.figure and not Path(options.plot).parent.is_dir():
-            raise ValueError(f"--plot {options.plot}: there is no folder {Path(options.plot).parent}")
         if not options.show:
             Path(options.results).mkdir(parents=True, exist_ok=True)
-        _show_or_draw(options)
+        _show(options)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     except KeyboardInterrupt:
         raise SystemExit("stopped; the same command goes on") from None
 
 
-def _show_or_draw(options: Options) -> None:
-    if options.figure:
-        popularity(options)
-        return
-    analyses = {"rank": (ranks, show_ranks), "groups": (groups, show_groups)}
-    if options.table in analyses:
-        analyze, show_one = analyses[options.table]
-        found_of = []
-        for of in analyze(options):
-            found_of.append(of)
-            if not options.json:
-                show_one(of)
-        if options.json:
-            print(json.dumps({"rows": found_of}))
-        return
+def _show(options: Options) -> None:
     rows = []
     for dataset, methods in options.chosen():
         metrics = columns(options.table, dataset)
@@ -544,7 +472,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         metrics, of_paper = columns(options.table, dataset), any(PAPER[options.table][dataset].values())
         heads = [head for metric in metrics for head in ((metric, "paper") if of_paper else (metric,))]
         table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit")
-        measured: dict[tuple[int, int, float, str], list[str]] = {}
+        measured: dict[tuple[int, int, str], list[str]] = {}
         for row in (row for row in rows if row["dataset"] == dataset):
             ours, cells = row["ours"], []
             for of in ours["measured"] if ours else ():
@@ -561,9 +489,8 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         metric = DATASETS[dataset].metric
         if errors := [row["ours"][metric]["error"] for row in rows if row["dataset"] == dataset and row["ours"]]:
             _say(f"standard error of {metric} over users: at most {max(errors):.4f}")
-        for (users, corpus, limit, machine_), names in measured.items():
-            most = f"; at most {limit:g} minutes" if limit else ""
-            _say(f"{', '.join(names)}: {users:,} users ranked over {corpus:,} items{most}; {machine_}")
+        for (users, corpus, machine_), names in measured.items():
+            _say(f"{', '.join(names)}: {users:,} users ranked over {corpus:,} items; {machine_}")
         for line in (line for row in rows if row["dataset"] == dataset for line in row["differs"]):
             _say(line)
 
@@ -577,204 +504,6 @@ def _shown(of: Mapping[str, Any] | None) -> str:
         return ""
     deviation = "" if of["deviation"] is None else f" ± {of['deviation']:.4f}"
     return f"{of['mean']:.4f}{deviation}"
-
-
-def ranks(options: Options) -> Iterator[dict[str, Any]]:
-    """By dataset, what explains the variance of ln p(x|u), from the actions alone, and of each method's phi, with phi's
-    numerical rank; without phi for more than MOST_PAIRS."""
-    for dataset, methods in options.chosen():
-        data = load_dataset(str(options.path(dataset)))
-        runs = {}
-        if data.num_users * data.num_items <= MOST_PAIRS:
-            runs = {method: finished(Cell(dataset, method, 0, options.minutes), options) for method in methods}
-        yield {
-            "dataset": dataset,
-            "users": data.num_users,
-            "items": data.num_items,
-            "explained": explained(data),
-            "methods": {method: rank_of_scores(run) for method, run in runs.items() if run},
-        }
-
-
-def show_ranks(of: Mapping[str, Any]) -> None:
-    dataset, size = of["dataset"], f"{of['users']:,} users, {of['items']:,} items"
-    heads = [f"d = {d}" for d in DIMENSIONS]
-    table = Table("", *heads, "rank", "paper: rank", title=f"{dataset}, {size}: share of variance within users")
-    table.add_row("ln p(x|u)", *(f"{share:.4f}" for share in of["explained"].values()))
-    if dataset in EXPLAINED:
-        table.add_row("paper: ln p(x|u)", *(f"{share:.4f}" for share in EXPLAINED[dataset]))
-    for method, found in of["methods"].items():
-        paper = RANK_OF_SCORES.get(method, "") if dataset == "ml-1m" else ""
-        shares = (f"{share:.4f}" for share in found["explained"].values())
-        table.add_row(f"phi, {method}", *shares, f"{found['rank']:,}", f"{paper}")
-    Console().print(table)
-    if of["users"] * of["items"] > MOST_PAIRS:
-        _say(f"{dataset} has more than {MOST_PAIRS:,} pairs of users and items: phi is left out")
-
-
-def groups(options: Options) -> Iterator[dict[str, Any]]:
-    """By dataset, HR@10 of rare and frequent items and users, and MoL's use of its components, of the refits."""
-    for dataset, methods in options.chosen():
-        data = load_dataset(str(options.path(dataset)))
-        held_out = leave_one_out(data, validation=False)
-        users = ranking_users(data, "test", 1, held_out)
-        by = {
-            "training actions of the target": held_out.training_counts(data)[users.target],
-            "earlier actions of the user": users.seen_lengths,
-        }
-        runs = {
-            method: [refit_path(run) for cell in options.cells(dataset, method) if (run := finished(cell, options))]
-            for method in methods
-        }
-        found: dict[str, Any] = {"dataset": dataset, "users": len(users), "items": data.num_items, "by": {}}
-        for name, value_U in by.items():
-            quarters = np.array_split(np.argsort(value_U, kind="stable"), QUARTERS)
-            rates = {
-                method: np.mean([hit_rates(read_ranks(run), quarters) for run in of], axis=0).tolist()
-                for method, of in runs.items()
-                if of
-            }
-            bounds = [[int(value_U[of].min()), int(value_U[of].max())] for of in quarters]
-            found["by"][name] = {"bounds": bounds, "hr@10": rates}
-        found["seeds"] = {method: len(of) for method, of in runs.items()}
-        found["components"] = {}
-        for run in (run for method, of in runs.items() if "mol" in method for run in of):
-            entropy, use_M = use_of_components(run)
-            least, most = float(use_M.min()), float(use_M.max())
-            found["components"][run.parent.name] = {"entropy": entropy, "least": least, "most": most}
-        yield found
-
-
-def show_groups(found: Mapping[str, Any]) -> None:
-    title = f"{found['dataset']}, {found['users']:,} users ranked over {found['items']:,} items"
-    for name, of in found["by"].items():
-        heads = [f"{least:,} to {most:,}" for least, most in of["bounds"]]
-        table = Table("method", "seeds", *heads, title=f"{title}: HR@10 of the refits, by {name}")
-        for method, rates in of["hr@10"].items():
-            table.add_row(method, str(found["seeds"][method]), *(f"{rate:.4f}" for rate in rates))
-        Console().print(table)
-    table = Table("run", "entropy / of even use", "least", "most", title=f"{title}: weights of MoL's components")
-    for run, of in found["components"].items():
-        table.add_row(run, f"{of['entropy']:.3f}", f"{of['least']:.4f}", f"{of['most']:.4f}")
-    if table.row_count:
-        Console().print(table)
-
-
-def hit_rates(rank_U: np.ndarray, groups: Sequence[np.ndarray]) -> list[float]:
-    """HR@10 of each group of users."""
-    return [means(rank_U[group])["hr@10"] for group in groups]
-
-
-@torch.no_grad()
-def use_of_components(run: Path) -> tuple[float, torch.Tensor]:
-    """Of the test part's users with their targets: the mean entropy of MoL's gates, by that of even use, and the mean
-    of each gate [M]."""
-    parts = []
-    for similarity, query, item, users in sides(run):
-        target_U = torch.from_numpy(users.target)
-        parts.append(similarity.diagnostics(query, tuple(part[target_U] for part in item)) | {"users": len(target_U)})
-    weights = torch.tensor([part["users"] for part in parts]).float()
-    weights /= weights.sum()
-    entropy, use = (
-        torch.stack([part[name] for part in parts]) for name in ("gates/entropy", "gates/use_of_components")
-    )
-    return float(weights @ entropy), weights @ use
-
-
-def explained(data: Dataset) -> dict[int, float]:
-    """Share of the variance of ln p(x|u) within users that the first singular vectors explain, where p(x|u) is
-    proportional to the user's count of the item plus 1 / X: the paper does not say how it smooths unseen pairs, nor
-    what it centers. Numbers that are the same for all items of a user change no ranking, so they are left out.
-
-    What remains of ln p is a sparse matrix less a number for each user, and is never made whole. Its singular values
-    come from subspace iteration with twice as many vectors; where many are nearly equal, the last share is a little
-    low.
-    """
-    X, user = data.num_items, np.repeat(np.arange(data.num_users), np.diff(data.offsets))
-    keys, counts = np.unique(user * X + data.items_flat, return_counts=True)
-    place = torch.from_numpy(np.stack(np.divmod(keys, X)))
-    above = torch.from_numpy(counts * X + 1.0).log()  # what a pair has above an unseen one of its user
-    mean_U = torch.zeros(data.num_users, dtype=torch.double).index_add_(0, place[0], above) / X
-    shape = (data.num_users, X)
-    sparse = torch.sparse_coo_tensor(place, above.float(), shape, check_invariants=True).coalesce()
-    values = _squared_singular_values(sparse, -mean_U.float(), 2 * max(DIMENSIONS))
-    return _shares(values, above.square().sum() - X * mean_U.square().sum())
-
-
-def _squared_singular_values(sparse_UX: torch.Tensor, add_U: torch.Tensor, most: int) -> torch.Tensor:
-    """The largest, at most `most`, of sparse_UX plus add_U in every column."""
-    draws = torch.Generator().manual_seed(0)
-    basis_XQ = torch.randn(sparse_UX.shape[1], min(most, *sparse_UX.shape), generator=draws)
-    for _ in range(4):
-        basis_XQ = torch.linalg.qr(basis_XQ).Q
-        image_UQ = torch.linalg.qr(sparse_UX @ basis_XQ + add_U[:, None] * basis_XQ.sum(0)).Q
-        basis_XQ = sparse_UX.t() @ image_UQ + add_U @ image_UQ
-    return torch.linalg.svdvals(basis_XQ.T @ basis_XQ).double()
-
-
-def _shares(values: torch.Tensor, total: torch.Tensor) -> dict[int, float]:
-    return {d: float(values[:d].sum() / total) for d in DIMENSIONS}
-
-
-def rank_of_scores(run: Path) -> dict[str, Any]:
-    """Numerical rank of phi(x, u) of all users and items, numpy's at FP32's precision, and the share of its variance
-    within users that the first singular vectors explain."""
-    score_UX = scores(final_run(run))
-    rank = int(torch.linalg.matrix_rank(score_UX))
-    score_UX -= score_UX.mean(1, keepdim=True)
-    gram = score_UX.T @ score_UX if len(score_UX) > score_UX.shape[1] else score_UX @ score_UX.T
-    values = torch.linalg.eigvalsh(gram.double()).clamp(min=0).flip(0)
-    return {"rank": rank, "explained": _shares(values, values.sum())}
-
-
-@torch.no_grad()
-def scores(run: Path) -> torch.Tensor:
-    """phi of every user of the test part with every item, FP32 [U, X]."""
-    return torch.cat([similarity.all_pairs(query, item) for similarity, query, item, _ in sides(run)])
-
-
-@torch.no_grad()
-def recommended(run: Path) -> np.ndarray:
-    """How often each item is among the best 10 of a user of the test part, whose own history is left out [X]."""
-    best = []
-    for similarity, query, item, users in sides(run):
-        score = similarity.all_pairs(query, item)
-        row = np.repeat(np.arange(len(users)), users.seen_lengths)
-        score[torch.from_numpy(row), torch.from_numpy(users.seen)] = -math.inf
-        best.append(score.topk(10).indices.flatten().numpy())
-    return np.bincount(np.concatenate(best), minlength=score.shape[1])
-
-
-def sides(run: Path) -> Iterator[tuple[Similarity, Side, Side, RankingUsers]]:
-    """The similarity of a run, the queries' sides of some users of the test part, that of all items, and the users."""
-    model = load_saved(run)
-    data = load_dataset(model.config.data.path)
-    users = ranking_users(data, "test", model.config.model.encoder.max_length, leave_one_out(data))
-    similarity = model.tower.similarity
-    with process_group("cpu", 60) as ranks_:
-        embedder = Embedder(model.tower, model.sharded_rows(ranks_), columns_of(data, model.tower.schema))
-        items = model.tower.item_sides(embedder.items(np.arange(data.num_items))).similarity
-        for part in users.batches(256):
-            queries = model.tower.query_sides(embedder.queries(part)).similarity
-            yield similarity, queries, items, part
-
-
-def popularity(options: Options) -> None:
-    """Draws how often items are among the best 10 of the test part's users: items by buckets of that number."""
-    edges = np.concatenate([[0, 1], 2 ** np.arange(1, 13)])
-    pairs = [(dataset, method) for dataset, methods in options.chosen() for method in methods]
-    cells = [Cell(*pair, 0, options.minutes) for pair in pairs]
-    drawn = {cell: run for cell in cells if (run := finished(cell, options))}
-    if not drawn:
-        raise SystemExit(f"{options.out} has no finished run of {', '.join(cell.name for cell in cells)}")
-    with drawing(options.plot, figsize=(8, 4.5), dpi=150) as (_, axes):
-        for number, (cell, run) in enumerate(drawn.items()):
-            share, _ = np.histogram(recommended(final_run(run)), [*edges, np.inf])
-            place = np.arange(len(share)) + (number + 0.5) / len(drawn) - 0.5
-            axes.bar(place, share, 1 / len(drawn), label=f"{cell.dataset} {cell.method}")
-        axes.set(xlabel="times recommended, at least", ylabel="items", yscale="log")
-        axes.set_xticks(range(len(edges)), [str(edge) for edge in edges])
-        axes.legend(frameon=False)
 
 
 if __name__ == "__main__":

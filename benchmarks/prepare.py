@@ -1,6 +1,6 @@
 """`logitmix prepare table` beside a plain query of DuckDB: CPU time and memory for the same file.
 
-    python -m benchmarks.prepare [--actions 5000000 …] [--memory 4GiB] [--folder DIR] [--plot FILE.svg]
+    python -m benchmarks.prepare [--actions 5000000 …] [--memory 4GiB] [--folder DIR]
 
 A file has lines `user,item,timestamp`, nearly in the order of time; users and items are drawn with unequal shares, 40
 actions a user and 100 an item on average. It is made in --folder (a temporary one), if it is not there yet. The query
@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.csv
 import tyro
 
-from benchmarks.measure import drawing, machine
+from benchmarks.measure import machine
 
 AT_ONCE = 1_000_000
 MEASURE = """
@@ -52,8 +52,6 @@ class Options:
     actions: tuple[int, ...] = (5_000_000,)
     memory: str = "4GiB"
     folder: str = ""
-    plot: str = ""
-    """An SVG of CPU time and memory by the number of actions."""
 
 
 def main(options: Options) -> None:
@@ -63,8 +61,6 @@ def main(options: Options) -> None:
         for actions in options.actions:
             found[actions] = compared(folder, actions, options.memory)
     print(json.dumps({"machine": machine(), "memory": options.memory, "by actions": found}, indent=1))
-    if options.plot:
-        plot(Path(options.plot), found, options.memory)
 
 
 def compared(folder: Path, actions: int, memory: str) -> dict[str, dict[str, Any]]:
@@ -77,16 +73,6 @@ def compared(folder: Path, actions: int, memory: str) -> dict[str, dict[str, Any
         query = QUERY.format(source=source, out=folder / "duckdb.parquet", memory=memory)
         found["duckdb"] = measured([sys.executable, "-c", f"import duckdb; duckdb.execute({query!r})"], actions)
     return found
-
-
-def plot(path: Path, found: dict[int, dict[str, dict[str, Any]]], memory: str) -> None:
-    with drawing(path, 1, 2, figsize=(9, 3.2)) as (_, panels):
-        for panel, quantity in zip(panels, ("CPU seconds", "MiB"), strict=True):
-            for name in next(iter(found.values())):
-                panel.plot(list(found), [of[name][quantity] for of in found.values()], "o-", label=name)
-            panel.set(xscale="log", yscale="log", xlabel="actions", title=f"{quantity}, --memory {memory}")
-            panel.grid(alpha=0.3)
-            panel.legend()
 
 
 def make(path: Path, actions: int) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from benchmarks.measure import drawing, machine
+from benchmarks.measure import machine
 from logitmix.comm.process_group import process_group
 from logitmix.modules.batch import Batch
 from logitmix.modules.towers import Tower
@@ -35,14 +35,12 @@ WARM_UP = 2
 DIRECTIONS = ("forward", "backward")
 
 
-def main(recipe: str, data: str, steps: int, plot: str) -> None:
+def main(recipe: str, data: str, steps: int) -> None:
     config = config_of(recipe, data)
     torch.set_num_threads(config.train.threads)
     logging.disable(logging.WARNING)
     result = measure(config, steps)
     setting = f"{recipe}, {config.train.precision}, {steps} steps, {config.train.threads} thread; {machine()}"
-    if plot:
-        _draw(result, f"A training step of {recipe}: share of its CPU time", setting, plot)
     _show(result, setting)
 
 
@@ -172,7 +170,7 @@ def _named(batch: Batch) -> dict[str, int]:
 
 def _show(result: dict[str, Any], setting: str) -> None:
     seconds, a_step = result["seconds"], result["a_step"]
-    total = _total(seconds)
+    total = sum(sum(spent.values()) for spent in seconds.values())
     table = Table("part", "forward ms", "backward ms", "share", title="CPU time of a training step")
     for part, spent in sorted(seconds.items(), key=lambda item: -sum(item[1].values())):
         cells = [f"{spent[direction] * 1000:.1f}" if spent[direction] else "" for direction in DIRECTIONS]
@@ -186,29 +184,3 @@ def _show(result: dict[str, Any], setting: str) -> None:
         f"({1 - a_step['unique'] / a_step['lookups']:.1%} of rows saved on the wire and in the item tower)."
     )
     console.print(setting)
-
-
-def _total(seconds: dict[str, dict[str, float]]) -> float:
-    return sum(sum(spent.values()) for spent in seconds.values())
-
-
-def _draw(result: dict[str, Any], title: str, setting: str, file: str) -> None:
-    """One bar per part, forward and backward end to end."""
-    seconds = result["seconds"]
-    total = _total(seconds)
-    parts = sorted(seconds, key=lambda part: sum(seconds[part].values()))
-    with drawing(file, figsize=(9, 0.42 * len(parts) + 1.3), dpi=150) as (figure, axes):
-        ends = [0.0] * len(parts)
-        labels = ("forward, and the gradients made in it", "backward")
-        for direction, label, color in zip(DIRECTIONS, labels, ("#4c78a8", "#a8c4e0"), strict=True):
-            widths = [100 * seconds[part][direction] / total for part in parts]
-            axes.barh(parts, widths, left=ends, color=color, label=label, height=0.7)
-            ends = [end + width for end, width in zip(ends, widths, strict=True)]
-        for place, end in enumerate(ends):
-            axes.text(end + 0.5, place, f"{end:.1f} %", va="center")
-        axes.set(title=title, xlim=(0, max(ends) * 1.12))
-        axes.xaxis.set_visible(False)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.legend(loc="lower right", frameon=False)
-        milliseconds, positions = total * 1000, result["a_step"]["positions"]
-        figure.supxlabel(f"{milliseconds:.0f} ms for {positions:.0f} positions. {setting}", fontsize="small")

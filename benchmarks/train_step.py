@@ -1,18 +1,17 @@
-"""A training step of MoL: the fused loss compared with other forms, how it scales, and the time of a recipe's parts.
+"""A training step of MoL: the fused loss compared with other forms, and the time of a recipe's parts.
 
     python -m benchmarks.train_step [--peer PATH]
-    python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET [--plot FILE.svg]
+    python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET
 
 The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
 both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are shared by a
 sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout of
 github.com/bailuding/rails: its MoL module is compared with ours at the same sizes, in FP32 and 16 parts, with negatives
-shared by the batch (benchmarks/peer.py has the details). A second table times the loss alone, without towers, over
-positions and negatives. A CPU without BF16 arithmetic is measured in FP32 alone. CPU seconds and peak memory are those
-of fresh processes, run in turn.
+shared by the batch (benchmarks/peer.py has the details). A CPU without BF16 arithmetic is measured in FP32 alone. CPU
+seconds and peak memory are those of fresh processes, run in turn.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -33,10 +32,6 @@ from logitmix.trainer.step.memory import set_up_memory
 
 DIM, ITEMS, LENGTH = 64, 3706, 200
 """Width, items of a batch (all of MovieLens-1M), positions of a sequence."""
-POSITIONS = (3200, 6400, 12800, 25600)
-NEGATIVES = (128, 512, 2048, 8192)
-FEW = 800
-"""Positions with many negatives."""
 
 Share = Literal["sequence", "batch"]
 Precision = Literal["fp32", "bf16"]
@@ -49,36 +44,24 @@ class Options:
     positions: int = 25600
     negatives: int = 128
     repetitions: int = 3
-    only: Literal["", "forms", "scaling"] = ""
-    """Measure only this table."""
     recipe: str = ""
     """Instead, show the time of each part of this recipe's training step."""
     data: str = ""
     """The recipe's prepared dataset, if it is not data.path."""
     steps: int = 5
     """Training steps of the recipe, after two to warm up."""
-    plot: str = ""
-    """Draw the recipe's step into this file (.svg or .png)."""
 
 
 def main(options: Options) -> None:
     if options.recipe:
-        recipe_step.main(options.recipe, options.data, options.steps, options.plot)
+        recipe_step.main(options.recipe, options.data, options.steps)
         return
     tasks: dict[str, partial[Spent]] = {}
-    if options.only != "scaling":
-        if options.peer:
-            tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
-        tasks |= {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
-    forms = in_turn(tasks, options.repetitions)
-    points = [(T, 128) for T in POSITIONS] + [(FEW, N) for N in NEGATIVES]
-    tasks = {f"{T} {N}": partial(loss_alone, T, N) for T, N in points if options.only != "forms"}
-    scaled = in_turn(tasks, options.repetitions)
+    if options.peer:
+        tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
+    tasks |= {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
     console = Console(width=120)
-    if forms:
-        console.print(_compared(forms, options))
-    if scaled:
-        console.print(_scaled(scaled))
+    console.print(_compared(in_turn(tasks, options.repetitions), options))
     console.print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.", highlight=False)
 
 
@@ -127,27 +110,6 @@ def step(fused: bool, share: Share, precision: Precision, parts: int, options: O
     return spent(partial(work, batches))
 
 
-def loss_alone(positions: int, negatives: int) -> Spent:
-    """Fused loss and gradients of towers' outputs, by sequence, in BF16 if the CPU has it."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    mol, noise = MoL(DIM, MoLConfig()), Noise(1)
-    id_V, named = _batch(torch.arange(positions), negatives, "sequence")
-    # All items, so that their share of memory is the same everywhere.
-    examples = replace(named, target_T=id_V[named.target_T], negatives_GN=id_V[named.negatives_GN])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=BF16):
-        query = mol.query(torch.randn(positions, DIM), torch.arange(positions))
-        item = mol.item(torch.randn(ITEMS, DIM), torch.arange(ITEMS))
-    query, item = (tuple(part.requires_grad_() for part in side) for side in (query, item))
-
-    def work() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
-            loss = mol.sampled_softmax(query, item, examples, noise)
-        loss.backward()
-
-    return spent(work)
-
-
 def _batch(row_T: Tensor, negatives: int, share: Share) -> tuple[Tensor, Examples]:
     """The unique items that positions and their negatives name, and both as indices into them."""
     bounds = [*range(0, len(row_T), LENGTH), len(row_T)] if share == "sequence" else [0, len(row_T)]
@@ -165,18 +127,6 @@ def _compared(forms: dict[str, list[Spent]], options: Options) -> Table:
         middle = median(runs)
         ratios = (f"{middle.cpu_s / base.cpu_s:.3f}", f"{middle.peak_mb / base.peak_mb:.3f}")
         table.add_row(name, spread([r.cpu_s for r in runs], 2), spread([r.peak_mb for r in runs], 0), *ratios)
-    return table
-
-
-def _scaled(points: dict[str, list[Spent]]) -> Table:
-    columns = ("positions", "negatives", "CPU s", "CPU us per pair", "peak MB", "MB of one array (T, N, 64)")
-    table = Table(*columns, title=f"The fused loss alone, by sequence, {'bf16' if BF16 else 'fp32'}")
-    for name, runs in points.items():
-        T, N = map(int, name.split())
-        per_pair = [run.cpu_s / (T * (N + 1)) * 1e6 for run in runs]
-        seconds, memory = ([getattr(run, field) for run in runs] for field in ("cpu_s", "peak_mb"))
-        array = f"{T * (N + 1) * 64 * (2 if BF16 else 4) / 2**20:.0f}"
-        table.add_row(str(T), str(N), spread(seconds, 2), spread(per_pair, 3), spread(memory, 0), array)
     return table
 
 

@@ -1,7 +1,7 @@
 """The time of both stages over a large corpus: the h-indexer's k' items, MoL's scores of these and the best k, compared
 with a dot product and top-k over the same corpus.
 
-    python -m benchmarks.two_stage [--sizes 100000,1000000,10000000] [--queries 8] [--threads 1] [--plot FILE]
+    python -m benchmarks.two_stage [--sizes 100000,1000000,10000000] [--queries 8] [--threads 1]
 
 Queries have been encoded. The items' MoL sides, in BF16, are those of a million random items, repeated; the vectors of
 the h-indexer and of the dot product, both of width 64, are as many random unit vectors as there are items. All are
@@ -12,18 +12,19 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import tyro
 from torch import Tensor
 
-from benchmarks.measure import drawing, machine, milliseconds, print_table, spent
-from benchmarks.mol_scoring import D, random_items, random_mol
+from benchmarks.measure import machine, milliseconds, print_table, spent
+from logitmix.modules.config import MoLConfig
+from logitmix.modules.losses.blockwise import Side
+from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.stage1 import CHUNK, Int8Corpus, hindexer_topk
 from logitmix.serving.topk import rank_keys
 
-DISTINCT = 1_000_000
+D, DISTINCT = 64, 1_000_000
 CASCADE, STAGE_1, STAGE_2 = "both stages", "stage 1", "stage 2"
 DOT, DOT_BF16 = "dot product in FP32, torch.topk", "dot product in BF16, torch.topk"
 DOT_INT8 = "dot product in INT8, hindexer_topk"
@@ -39,8 +40,6 @@ class Options:
     k: int = 100
     threads: int = 1
     repetitions: int = 20
-    plot: str = ""
-    """A picture of the throughput."""
 
 
 @torch.no_grad()
@@ -52,12 +51,26 @@ def main(options: Options) -> None:
         kept = min(X, max(1000, options.kept * X // max(sizes)))
         rows += [{"items": X, "kept": kept} | row for row in compared(X, kept, options)]
     setting = f"{options.queries} queries at once, k = {options.k}, {options.threads} threads; {machine()}"
-    if options.plot:
-        plot(rows, options.queries, Path(options.plot))
     heads = ("items", "k'", "method", "p50 ms", "p99 ms", "/ both stages", "queries / s", "MB")
     forms = {"items": ",", "kept": ",", "method": "", "p50": ".1f", "p99": ".1f", "ratio": ".2f", "throughput": ".1f"}
     cells = [[f"{row[name]:{form}}" for name, form in (forms | {"mb": ".0f"}).items()] for row in rows]
     print_table(heads, cells, setting)
+
+
+def random_mol(random: torch.Generator) -> MoL:
+    """Returns MoL 8x8x32 with a cross gate that heeds the logits, as a trained one does."""
+    mol = MoL(D, MoLConfig(query_components=8, item_components=8, component_dim=32, gate_hidden=128)).eval()
+    mol.reset_parameters(random)
+    for parameter in mol.cross_gate.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=random)
+    return mol
+
+
+def random_items(mol: MoL, count: int, random: torch.Generator) -> Side:
+    sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
+    parts = [mol.item(torch.randn(size, D, generator=random), torch.arange(size)) for size in sizes]
+    components, weights = zip(*parts, strict=True)
+    return torch.cat(components), torch.cat(weights)
 
 
 def compared(X: int, kept: int, options: Options) -> list[dict[str, float | str]]:
@@ -99,17 +112,6 @@ def compared(X: int, kept: int, options: Options) -> list[dict[str, float | str]
         }
         for name, method in methods.items()
     ]
-
-
-def plot(rows: list[dict[str, float | str]], queries: int, file: Path) -> None:
-    with drawing(file, figsize=(6, 4), dpi=120) as (_, axes):
-        for method in (CASCADE, DOT, DOT_BF16, DOT_INT8):
-            of = [row for row in rows if row["method"] == method]
-            axes.plot([row["items"] for row in of], [row["throughput"] for row in of], marker="o", label=method)
-        y = f"queries a second, {queries} at once"
-        axes.set(xscale="log", yscale="log", xlabel="items of the corpus", ylabel=y)
-        axes.grid(alpha=0.3)
-        axes.legend()
 
 
 if __name__ == "__main__":

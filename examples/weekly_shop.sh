@@ -1,7 +1,7 @@
 # The weekly job of a shop, without code: sh examples/weekly_shop.sh FOLDER [settings of train]
 #
 # Purchases are predicted, from views, carts and purchases; what is out of stock is not recommended. Last week's export
-# is kept: logitmix rollback FOLDER/export. On one core, it takes 3 minutes (benchmarks/notes/shop.md).
+# is kept: logitmix rollback FOLDER/export. On one core, it takes 3 minutes (docs/results.md).
 #
 # It reads FOLDER/events.csv (user, item, timestamp, event) and FOLDER/catalog.csv (item, in_stock and features); without
 # events.csv it generates a shop, and two items that came today. The next week, it begins anew with files that have

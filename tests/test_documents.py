@@ -41,6 +41,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_benchmarks_that_are_named_exist_or_name_their_commit(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"\bbenchmarks\.([a-z]\w*)", text):
+        there = (ROOT / "benchmarks" / f"{match[1]}.py").is_file()
+        assert there or re.search(r"\bat\s+[0-9a-f]{7}\b", text[match.end() : match.end() + 150]), match[0]
+
+
 def test_tests_that_are_named_exist() -> None:
     files = list((ROOT / "tests").rglob("*.py"))
     tests = "\n".join(path.read_text(encoding="utf-8") for path in files)

@@ -1,4 +1,4 @@
-"""The cells of the paper's tables are settings that the recipes take, and what is computed from actions and scores."""
+"""The cells of the paper's tables are settings that the recipes take."""
 
 import json
 import re
@@ -6,23 +6,15 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from small_data import in_memory
 
 from benchmarks import paper
 from benchmarks.measure import words_of
-from logitmix.modules.config import DotConfig, MoLConfig
-from logitmix.modules.similarity.dot import Dot
-from logitmix.modules.similarity.mol import MoL
 from logitmix.trainer.commands import train
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.config import dump_toml, flatten, load_recipe, with_settings
-from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.run.metrics import append_row
 
 
@@ -150,41 +142,6 @@ def test_the_command_line_is_also_called_from_threads(monkeypatch: pytest.Monkey
         assert pool.submit(paper.logitmix, "--version").result().endswith(" --version\n")
 
 
-def test_analyses_train_the_runs_that_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Even where a result is known; the paper's ranks stand beside those of its dataset alone."""
-    trained = []
-
-    def train(*words: str) -> None:
-        refit = Path(words[-1]) / "refit"
-        refit.mkdir(parents=True)
-        (refit / "results.json").touch()
-        trained.append(refit.parent.name)
-
-    monkeypatch.setattr(paper, "logitmix", train)
-    monkeypatch.setattr(paper, "collected", lambda run, recipe: {})
-    monkeypatch.setattr(paper, "load_dataset", lambda path: SimpleNamespace(num_users=1, num_items=1))
-    monkeypatch.setattr(paper, "explained", lambda dataset: dict.fromkeys(paper.DIMENSIONS, 0.25))
-    shares = {d: 0.9 for d in paper.DIMENSIONS}
-    monkeypatch.setattr(paper, "rank_of_scores", lambda run: {"rank": 61, "explained": shares})
-    (tmp_path / "ml-100k-dot-0.json").write_text("{}")
-    of = {"datasets": "ml-100k,ml-1m", "methods": "dot", "out": str(tmp_path / "runs"), "results": str(tmp_path)}
-    paper.main(paper.Options("rank", show=True, **of))
-    assert trained == [] and "61" not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="has no finished run of ml-100k-dot-0, ml-1m-dot-0"):
-        paper.main(paper.Options("rank", figure="popularity", show=True, **of))
-    paper.main(paper.Options("rank", **of))
-    shown = capsys.readouterr().out
-    assert trained == ["ml-100k-dot-0", "ml-1m-dot-0"] and (shown.count(" 61 "), shown.count(" 50 ")) == (2, 1)
-    paper.main(paper.Options("rank", json=True, **of))
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["dataset"], row["items"], row["methods"]["dot"]["rank"]) for row in rows] == [
-        ("ml-100k", 1, 61),
-        ("ml-1m", 1, 61),
-    ]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("named", [False, True])
 def test_a_result_counts_the_run_that_gave_the_first_weights(tmp_path: Path, named: bool) -> None:
@@ -228,17 +185,14 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ml-100k-dot-0.json").write_text(json.dumps(found(0, 0.4)))
-    (tmp_path / "ml-100k-bce-0-0.5m.json").write_text(json.dumps(found(0, 0.2) | {"minutes": 0.5}))
     ml_100k = {"datasets": "ml-100k", "results": str(tmp_path), "show": True, "json": True}
     paper.main(paper.Options(methods="dot,mol", seeds=2, **ml_100k))
     dot, mol = json.loads(capsys.readouterr().out)["rows"]
     assert (dot["method"], mol["method"], mol["ours"]) == ("dot", "mol", None)
     assert dot["ours"]["seeds"] == 1 and dot["ours"]["mrr"] == {"mean": 0.4, "deviation": None}
-    for minutes, said in ((0.0, "dot: 400 users ranked over 1,500 items; cores, commit abc"),
-                          (0.5, "bce: 400 users ranked over 1,500 items; at most 0.5 minutes; cores")):  # fmt: skip
-        paper.main(paper.Options(methods="bce,dot,mol", minutes=minutes, **ml_100k | {"json": False}))
-        shown = capsys.readouterr().out
-        assert said in shown and shown.count("commit") == 1
+    paper.main(paper.Options(methods="bce,dot,mol", **ml_100k | {"json": False}))
+    shown = capsys.readouterr().out
+    assert "dot: 400 users ranked over 1,500 items; cores, commit abc" in shown and shown.count("commit") == 1
     with pytest.raises(SystemExit, match="--methods has moll"):
         paper.main(paper.Options(methods="moll", **ml_100k))
 
@@ -250,16 +204,10 @@ def test_cells_without_results_stay_empty_and_nothing_is_trained(
             {"datasets": ""},
             "--data {0} has none of ml-1m, ml-100k, ml-20m; make one with: logitmix prepare ml-1m --out {0}/ml-1m",
         ),
-        (
-            {"datasets": "", "table": "rank", "show": True},
-            "--data {} has none of ml-1m, ml-100k, ml-20m, amazon-beauty",
-        ),
-        ({"table": "groups"}, "no dataset at {}/ml-100k; make it with: logitmix prepare"),
         ({"show": True}, "{}/ml-100k-bce-0.json is damaged"),
         ({"show": True, "methods": "dot"}, "{}/ml-100k-dot-0.json has no field users"),
         ({"show": True, "methods": "mol"}, "{}/ml-100k-mol-0.json: hours has no field run"),
         ({"seeds": 0}, "--seeds is 0; it must be 1 or more"),
-        ({"minutes": -5.0}, "--minutes is -5.0; it must be 0 or more"),
         ({"threads": 0}, "--threads is 0; it must be from 1 to"),
     ],
 )
@@ -285,22 +233,6 @@ def test_datasets_of_amazon_are_found_where_prepare_writes_them(tmp_path: Path) 
     assert paths == [str(tmp_path / name) for name in ("beauty", "amazon-games", "ml-1m")]
 
 
-def test_minutes_are_the_budget_too() -> None:
-    assert [paper.tyro.cli(paper.Options, args=[flag, "2"]).minutes for flag in ("--minutes", "--budget")] == [2, 2]
-
-
-def test_minutes_are_those_of_a_cell_and_of_what_it_starts_from() -> None:
-    def minutes(cell: Any) -> list[float]:
-        config = with_settings(load_recipe(cell.recipe), cell.settings(paper.Options()))
-        return [config.train.minutes, *([cell.start.minutes] if cell.start else [])]
-
-    names = [paper.Cell("ml-1m", method, 0, 30).name for method in ("dot", "mol")]
-    assert names == ["ml-1m-dot-0-30m", "ml-1m-mol-0-30m"] and paper.Cell("ml-1m", "mol", 0).name == "ml-1m-mol-0"
-    assert paper.Cell("ml-1m", "mol", 0, 30).start == paper.Cell("ml-1m", "dot", 0, 15)
-    cells = [paper.Cell("ml-1m", method, 0, 30) for method in ("dot", "bce", "mol", "hstu+mol")]
-    assert [minutes(cell) for cell in cells] == [[30], [30], [15, 15], [30]]
-
-
 def test_a_result_of_other_settings_is_told(tmp_path: Path) -> None:
     options = paper.Options(results=str(tmp_path))
     dot, features = paper.Cell("ml-100k", "dot", 0), paper.Cell("demo-features", "dot 64", 0)
@@ -318,65 +250,3 @@ def test_a_result_of_other_settings_is_told(tmp_path: Path) -> None:
         ]
     of["settings"].pop("train.seed")
     assert len(paper.differences(paper.Cell("ml-1m", "mol", 1), of, options)) == 2
-
-
-def test_what_explains_the_variance_is_that_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ln p of 900 items, less its mean of each user; 1,200 actions, some of them twice."""
-    monkeypatch.setattr(paper, "DIMENSIONS", (16, 64, 128))
-    random, users, items = np.random.default_rng(0), np.repeat(np.arange(600), 2), 900
-    actions = np.minimum(random.geometric(0.01, len(users)), items) - 1
-    dataset = in_memory(np.arange(0, len(users) + 1, 2), actions, items)
-    count_UX = np.zeros((600, items))
-    np.add.at(count_UX, (users, actions), 1)
-    p_UX = (count_UX + 1 / items) / (count_UX + 1 / items).sum(1, keepdims=True)
-    log_UX = np.log(p_UX) - np.log(p_UX).mean(1, keepdims=True)
-    values = np.linalg.svd(log_UX, compute_uv=False) ** 2
-    expected = {d: values[:d].sum() / values.sum() for d in paper.DIMENSIONS}
-    assert expected[128] < 0.81 and paper.explained(dataset) == pytest.approx(expected, abs=1e-3)
-
-
-def test_the_rank_of_scores_and_what_explains_their_variance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rank 80 within users, and what is the same for all items of a user."""
-    random = np.random.default_rng(0)
-    factors = [torch.from_numpy(random.normal(size=shape)).float() for shape in ((300, 80), (80, 200))]
-    score_UX = factors[0] @ factors[1]
-    score_UX -= score_UX.mean(1, keepdim=True)
-    monkeypatch.setattr(paper, "final_run", lambda run: run)
-    monkeypatch.setattr(paper, "scores", lambda run: score_UX + torch.arange(300.0)[:, None])
-    values = torch.linalg.svdvals(score_UX).square()
-    found = paper.rank_of_scores(Path())
-    assert found["rank"] == 81 and found["explained"][64] == pytest.approx(float(values[:64].sum() / values.sum()))
-    assert found["explained"][256] == pytest.approx(1)
-
-
-def test_hit_rates_of_groups() -> None:
-    groups = [np.array([0, 3]), np.array([1, 2, 4, 5])]
-    assert paper.hit_rates(np.array([10, 11, 1, 400, 10, 12]), groups) == [0.5, 0.5]
-
-
-def test_the_use_of_components_is_the_mean_over_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    mol = MoL(8, MoLConfig(query_components=2, item_components=3, component_dim=4))
-    mol.reset_parameters(torch.Generator().manual_seed(0))
-    query, item = mol.query(torch.randn(5, 8), torch.arange(5)), mol.item(torch.randn(7, 8), torch.arange(7))
-    target_U = torch.tensor([6, 0, 0, 2, 5])
-    cuts = [slice(0, 4), slice(4, 5)]
-    parts = [
-        (mol, tuple(side[cut] for side in query), item, SimpleNamespace(target=target_U[cut].numpy())) for cut in cuts
-    ]
-    monkeypatch.setattr(paper, "sides", lambda run: iter(parts))
-    entropy, use_M = paper.use_of_components(Path())
-    gates_UM = mol.gates(query, tuple(side[target_U] for side in item)).detach()
-    torch.testing.assert_close(use_M, gates_UM.mean(0))
-    expected = -(gates_UM * gates_UM.log()).sum(1).mean() / np.log(6)
-    assert entropy == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_a_users_own_history_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 14 items, the last score highest; the first user has seen the last three."""
-    dot = Dot(2, DotConfig(normalize=False, temperature=1.0))
-    users = ranking_users(in_memory(np.array([0, 4, 7]), np.array([13, 12, 11, 0, 0, 1, 2]), 14), "test", 5)
-    query = dot.query(torch.tensor([[1.0, 0.0]] * 2), torch.arange(2))
-    item = dot.item(torch.stack([torch.arange(14.0), torch.ones(14)], 1), torch.arange(14))
-    monkeypatch.setattr(paper, "sides", lambda run: iter([(dot, query, item, users)]))
-    assert paper.recommended(Path()).tolist() == [0, 1, 1, 1, *[2] * 7, 1, 1, 1]
