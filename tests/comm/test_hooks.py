@@ -555,6 +555,16 @@ def test_ranks_round_at_random_independently() -> None:
         torch.testing.assert_close(first, second, rtol=0.5, atol=1e-3)
 
 
+def test_exchanges_of_a_step_round_at_random_independently() -> None:
+    """Of a step repeated, as after a restart, each exchange rounds as before."""
+    wire, found = Wire(WireConfig(backward="fp8_stochastic"), seed=1), []
+    for step in (1, 2, 1):
+        wire.begin_step(step)
+        found.append([wire.next_seed("backward", rank=0) for _ in range(3)])
+    assert len({*found[0], *found[1]}) == 6 and found[2] == found[0]
+    assert wire.next_seed("forward", rank=0) is None
+
+
 def test_rounding_does_not_depend_on_what_is_sampled() -> None:
     """Only samples need the rows of several tables apart: logging more often must not change a run."""
     apart = [RowSpan(3, (Segment("a", 8),)), RowSpan(0, (Segment("b", 8),)), RowSpan(5, (Segment("c", 8),))]

@@ -60,6 +60,23 @@ def test_no_target_of_the_group_is_drawn_and_likely_items_more_often() -> None:
     assert drawn_V[best] / drawn_V.sum() > 2 * uniform_V[best] / uniform_V.sum()
 
 
+def test_a_group_draws_the_same_on_whichever_rank_it_is() -> None:
+    """The last group as part of a whole batch, and alone on a rank."""
+    query_TD, item_VD, given = examples()
+    first = BOUNDS[-2]
+    alone = replace(
+        given,
+        row_T=given.row_T[first:],
+        target_T=given.target_T[first:],
+        bounds=[0, T - first],
+        negatives_GN=given.negatives_GN[-1:],
+    )
+    for key in range(20):
+        whole_S, whole = resampled(query_TD, item_VD, given, COUNT, Noise(key))
+        own_S, own = resampled(query_TD[first:], item_VD, alone, COUNT, Noise(key))
+        assert torch.equal(own_S[own.negatives_GN[0]], whole_S[whole.negatives_GN[-1]])
+
+
 def test_where_all_negatives_are_targets_they_are_drawn_all_the_same() -> None:
     query_TD, item_VD, given = examples()
     given = replace(given, negatives_GN=given.target_T[12].expand(3, N).contiguous())
