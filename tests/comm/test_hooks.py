@@ -391,6 +391,27 @@ def seeded(ranks: Ranks) -> list[Tensor]:
     return changes
 
 
+def together(ranks: Ranks) -> list[float]:
+    """How far what arrives of each collection of one model is from what FP32 brings."""
+    layouts = [LAYOUTS["EBC row_wise"], LAYOUTS["EC row_wise"]]
+    collections = []
+    for layout in layouts:
+        module = unsharded(layout)
+        collections.append(shard(layout, module, WireConfig("fp32", "fp32"), ranks)[0])
+        load(collections[-1], module, layout)
+
+    def arrived() -> list[Tensor]:
+        pairs = zip(collections, layouts, strict=True)
+        return [
+            torch.cat([x.detach().flatten() for x in features_of(each(batch_of(layout, "ragged", ranks.rank)), layout)])
+            for each, layout in pairs
+        ]
+
+    exact = arrived()
+    attach(nn.ModuleList(collections), WireConfig("fp8", "fp8"))
+    return [float((x - y).abs().max()) for x, y in zip(arrived(), exact, strict=True)]
+
+
 def rounded_by_each() -> tuple[Tensor, Tensor]:
     """One and the same gradient of this rank's rows [4, 64], as each of both ranks has rounded it at random."""
     gradient_RD = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
@@ -420,6 +441,7 @@ def work(few: bool) -> dict[str, Any]:
         results["variable"] = {name: variable_batch(LAYOUTS[name], ranks) for name in VARIABLE}
         results["sampled"] = sampled(ranks)
         results["seeded"] = seeded(ranks)
+        results["together"] = together(ranks)
     return results
 
 
@@ -578,6 +600,10 @@ def test_rounding_does_not_depend_on_what_is_sampled() -> None:
             exchange.start(row_RD).wait().backward(gradient_RD)
             arrived.append(row_RD.grad)
     assert torch.equal(*arrived) and not torch.equal(arrived[0], gradient_RD)
+
+
+def test_each_collection_of_a_model_is_encoded(results: list[dict[str, Any]]) -> None:
+    assert min(error for result in results for error in result["together"]) > 1e-3
 
 
 def test_what_is_not_sharded_is_refused() -> None:
