@@ -154,6 +154,7 @@ def test_a_result_counts_the_run_that_gave_the_first_weights(tmp_path: Path, nam
         (path / "results.json").write_text(json.dumps(results))
     settings = {"train.seed": 1, "train.refit": True} | ({"warm_start": str(start)} if named else {})
     (run / "config.toml").write_text(dump_toml(with_settings(load_recipe(recipe), settings)))
+    (start / "config.toml").write_text(dump_toml(load_recipe("ml-1m-hstu")))
     for step in (4, 8):
         append_row(run, "validation", step, {"epoch": step / 2, "hr@10": step / 100})
     of = paper.collected(run, recipe)
