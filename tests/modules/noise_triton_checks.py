@@ -78,10 +78,9 @@ def fused(x: Tensor, rate: float, rows_R: Tensor, d_out: Tensor, device: str) ->
     moved, rows_R, d_out = (tensor.to(device) for tensor in (x, rows_R, d_out))
     moved.requires_grad_()
 
-    def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int) -> Tensor:
-        return noise_triton.dropped(
-            x, rows_R, noise.halves(key), drop, float(torch.tensor(noise._scale(drop), dtype=x.dtype))
-        )
+    def dropped(x: Tensor, rows_R: Tensor, key: int, drop: int, *others: Any, **more: Any) -> Tensor:
+        scale = float(torch.tensor(noise._scale(drop), dtype=x.dtype))
+        return noise_triton.dropped(x, rows_R, noise.halves(key), drop, scale, *others, **more)
 
     # On a GPU it is chosen by itself.
     with mock.patch.object(noise, "_dropped", noise._dropped if device == "cuda" else dropped):

@@ -334,7 +334,7 @@ def test_titles_and_ids_in_brackets_are_shown_as_they_are(
 ) -> None:
     """rich would read them as markup: [blue] disappears, and [/b] is an error."""
     row = {"rank": 1, "id": "id[red]", "title": "Shirt [blue] [/b]", "score": 1.0}
-    retriever: Any = SimpleNamespace(answer=lambda *_: [[row]])
+    retriever: Any = SimpleNamespace(ask=lambda *_: [{"items": [row]}])
     retrieve.show_items(retriever, retrieve.Arguments("export"))
     said = capsys.readouterr().out
     assert "id[red]" in said and "Shirt [blue] [/b]" in said

@@ -129,6 +129,7 @@ def test_without_room_for_them_each_process_has_its_own(
     path = write_dataset(tmp_path / "data")
     monkeypatch.setattr(np, "save", full)
     assert content(load_dataset(path)) == content(load_dataset(path)) and reads == [path, path]
-    line = f"{path}: its arrays cannot be kept there ([Errno 28] No space left on device), so each process holds"
+    line = f"{path}: its arrays cannot be kept there ([Errno 28] No space left on device: "
+    line += f"'{path / '.arrays'}'), so each process holds"
     assert capsys.readouterr().err.count(line) == 2
     assert {entry.name for entry in path.iterdir()} == {"dataset.json", "items.parquet", "sequences"}

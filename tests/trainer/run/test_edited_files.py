@@ -157,8 +157,8 @@ class Answering:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
 
-    def answer(self, *arguments: object) -> list[list[dict[str, Any]]]:
-        return [self.rows]
+    def ask(self, *arguments: object) -> list[dict[str, Any]]:
+        return [{"items": self.rows}]
 
 
 def test_names_in_a_table_of_new_items_do_not_control_the_terminal(

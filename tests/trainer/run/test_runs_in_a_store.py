@@ -291,7 +291,7 @@ def test_a_step_whose_name_could_not_be_synced_is_uploaded(
     monkeypatch.setattr(saving, "sync", broken)
     assert not saver.save(RunProgress(2))
     said, folder = capsys.readouterr().err, saver.run / "checkpoints"
-    assert said == f"{folder}/step-2 is saved, but {folder} could not be updated (broken)\n"
+    assert said == f"{folder}/step-2 is saved, but {folder} could not be updated (Input/output error)\n"
     assert saved(saver) == ["step-2"]
     assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
         f"checkpoints/step-2/{name}" for name in ("checkpoint.json", PART)

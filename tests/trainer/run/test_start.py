@@ -110,10 +110,10 @@ def killed_at(step: int, patch: pytest.MonkeyPatch) -> None:
     """Steps have no end from this one on."""
     apply = Pipeline.apply_gradients
 
-    def killed(pipeline: Pipeline, prefetch: bool = True) -> None:
+    def killed(pipeline: Pipeline, prefetch: bool = True, settle: bool = False) -> None:
         if pipeline.step == step:
             raise KeyboardInterrupt
-        apply(pipeline, prefetch)
+        apply(pipeline, prefetch, settle)
 
     patch.setattr(Pipeline, "apply_gradients", killed)
 
