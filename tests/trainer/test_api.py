@@ -25,7 +25,7 @@ def test_from_clicks_to_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture
     results = api.train("auto", tmp_path / "run", settings)
     assert results == api.train("auto", tmp_path / "run", settings)  # the same sizes, or it would be another run
     assert f"test, checkpoint of step {results['step']}" in " ".join(repr(results).split())
-    (line,) = [line for line in " ".join(repr(results).split()).splitlines() if "mrr" in line]
+    (line,) = [line for line in repr(results).splitlines() if "mrr" in line]
     assert [f"{results[name]:.4f}" for name in ("mrr", "popularity/mrr", "item_knn/mrr")] == re.findall(r"[\d.]+", line)
     assert results._repr_html_() == f"<pre>{escape(repr(results))}</pre>"  # type: ignore[attr-defined]
     metrics = api.evaluate(tmp_path / "run")
