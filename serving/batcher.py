@@ -61,7 +61,12 @@ class Batcher:
         return len(self._waiting)
 
     async def ask(self, question: Question, client: Connection | None = None) -> Answered:
-        """Raises QueueFull and ClientGone."""
+        """Returns the answer to a question, once its batch is answered.
+
+        Raises:
+            QueueFull: Too many questions are waiting.
+            ClientGone: The client has closed its connection.
+        """
         if len(self._waiting) >= QUEUE:
             self._drop(lambda of: of.gone or of.half_closed)
         if len(self._waiting) >= QUEUE:

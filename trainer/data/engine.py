@@ -25,7 +25,7 @@ class Engine(Protocol):
         """Makes a table of a query's rows, or replaces it."""
 
     def rename(self, name: str, other: str) -> None:
-        """Gives a table another name."""
+        """Renames the table `name` to `other`."""
 
     def drop(self, *names: str) -> None:
         """Gives up tables."""

@@ -185,12 +185,12 @@ def _sql_type(kind: pa.DataType) -> str:
 
 @dataclass
 class Actions:
-    """What is known of the table `rows`."""
+    """Columns, ids and times of the actions that were read into the table `rows`."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the database of the columns beside user, item and time."""
     kinds: dict[str, str | None] = field(default_factory=dict)
-    """Those that the source states; None for columns that are not used unless --schema states a kind."""
+    """Kind of a column, if the source states it; None for columns that are not used unless --schema states a kind."""
     unread: dict[str, str] = field(default_factory=dict)
     """Why other columns cannot be features."""
     ids: dict[str, pa.Table] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Actions:
     time: str = "r.time"
     """The expression of the final time of a row r."""
     unit: str = ""
-    """Of the times, one of UNITS; "" for numbers that are no times since 1970."""
+    """Unit of the times, one of UNITS; "" for numbers that are no times since 1970."""
 
 
 @dataclass(frozen=True)
