@@ -27,7 +27,7 @@ def run(words: list[str]) -> None:
 
     problems, description = check_dataset(fetch(arguments.directory))
     if problems:
-        lines = [*problems, f"{arguments.directory} has {counted(len(problems), 'problem')}; see docs/data.md"]
+        lines = [*problems, f"{arguments.directory} has {counted(len(problems), 'problem')}; see docs/dataset.md"]
     else:
         counts = ", ".join(counted(description[name], name.removesuffix("s")) for name in COUNTS)
         files = "all files have their digests" if "sha256" in description else "there are no digests of the files"

@@ -138,7 +138,7 @@ def test_all_problems_are_said_at_once(other: Path, check: Check) -> None:
         "vocabularies/tags.parquet is missing",
         r"vocabularies/type.parquet: value has 'unknown' in row 0, which stands for unknown values; it must be null",
         r"vocabularies/type.parquet: value has 'b' 2 times; each must be there once",
-        rf"{other} has 12 problems; see docs/data.md",
+        rf"{other} has 12 problems; see docs/dataset.md",
     ]
     lines, status = check(other)
     assert status == 1 and len(lines) == len(patterns)

@@ -489,7 +489,7 @@ def test_columns_beyond_the_schema_are_left_alone(made: Path) -> None:
 
 def test_what_the_documentation_writes_with_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("duckdb", reason="needs duckdb: pip install duckdb")
-    (code,) = re.findall(r"```python\n(import json.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(import json.*?)```", (ROOT / "docs" / "dataset.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     rows = [f"{user},{item},{time}" for time, (user, item) in enumerate(product("abc", [10, 9, 11, 9]))]
     Path("clicks.csv").write_text("\n".join(["user,item,time", *rows[::-1], rows[0].replace("10", "9")]) + "\n")
