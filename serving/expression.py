@@ -60,6 +60,10 @@ class Allowed:
         """bool [X]."""
         return np.unpackbits(self.bits, count=self.num_items, bitorder="little").view(bool)
 
+    def __reduce__(self) -> "tuple[type[Allowed], tuple[np.ndarray, int]]":
+        # For another process, without what can be computed again.
+        return Allowed, (self.bits, self.num_items)
+
     @cached_property
     def others(self) -> "Allowed":
         """All other items."""

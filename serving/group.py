@@ -21,6 +21,12 @@ from torch.nn import functional as F
 from logitmix.serving.topk import NOTHING, least_key
 
 T = TypeVar("T")
+
+
+class ShardsLost(ConnectionError):
+    """Shards without which no answer is given do not answer."""
+
+
 _CPU = torch.device("cpu")
 _GROUPS: "weakref.WeakSet[Group]" = weakref.WeakSet()
 
@@ -30,7 +36,7 @@ class Group:
     in the same order."""
 
     has_shards = False
-    """Whether it asks processes that may be missing (shards.py)."""
+    """Whether it asks processes that may be missing (cluster.py), by `best`."""
     missed: tuple[int, ...] = ()
     """The parts of the items, from 0, that the last answer lacks; who asks for one begins with none."""
 
@@ -122,6 +128,10 @@ class Group:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
         return torch.cat(parts, dim=1).to(keys_BN.device)
+
+    def best(self, task: Any, kept: int | None, k: int) -> Tensor:
+        """Keys [B, k] of the best items of all shards for a task; `kept`: how many stage 1 keeps, if it is asked."""
+        raise NotImplementedError
 
     def least(self, keys_BN: Tensor, kept: int, widest: int) -> Tensor:
         """The lowest key [B] of the `kept` highest of all ranks, which have at most `widest` each."""

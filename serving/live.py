@@ -40,7 +40,7 @@ _WINDOW = 2**13
 
 class LiveExport:
     """The Retriever of a serving directory, always that of the last intact export there, with the deltas that follow
-    it. The items may be those of shards, or this process one of them (shards.py)."""
+    it. The items may be those of shards, or this process one of them (cluster.py)."""
 
     def __init__(
         self,

@@ -106,29 +106,61 @@ class Ranker:
             with self.group.in_step():
                 return self.best(task)
 
-    def best(self, task: Task, group: Group | None = None) -> Tensor:
-        """Keys [B, k] of the best items of all processes for a task that all of them have; by default those of this
-        Ranker's group."""
-        group = group or self.group
-        device, few = self.items.device, task.few
-        k, kept = min(task.k, self._num_items), task.options.kept(self._num_items)
-        query = each(task.query, lambda part: part.to(device))
-        may = self.may(task) if task.may is None else task.may
-        best_BK = torch.full((len(few), k), NOTHING, device=device)
-        if rows := [row for row, are in enumerate(few) if are]:
-            here = [self._candidates(task.allowed[row], task.excluded[row], may[row]) for row in rows]
-            best_BK[rows] = self._best_of(_of_rows(query, rows), pad_sequence(here, True, -1).to(device), k)
-        if rows := [row for row, are in enumerate(few) if not are]:
-            of_rows, without = _of_rows(query, rows), [task.excluded[row] for row in rows]
-            masks = [may[row] for row in rows]
-            if of_rows.hindexer is not None and kept < self._num_items:
-                allowed = [task.allowed[row] for row in rows]
-                best_BK[rows] = self._best_of(
-                    of_rows, self._stage_1(of_rows.hindexer[0], kept, allowed, without, masks, group), k
-                )
-            else:
-                best_BK[rows] = self._best_of_all(of_rows, without, k, masks)
-        return best_BK if group.alone else group.gather(best_BK, k).topk(k).values
+    def best(self, task: Task) -> Tensor:
+        """Keys [B, k] of the best items of all processes for a task that all of them have."""
+        group, kept = self.group, task.options.kept(self._num_items)
+        if group.has_shards:
+            return group.best(task, kept if self._of_two_stages(task) else None, min(task.k, self._num_items))
+        keys_BN = self.stage_1(task)
+        if keys_BN is not None and not group.alone:
+            keys_BN = at_least(group.least(keys_BN, kept, max(self.sizes)), keys_BN)
+        best_BK = self.stage_2(task, keys_BN)
+        return best_BK if group.alone else group.gather(best_BK, best_BK.shape[1]).topk(best_BK.shape[1]).values
+
+    def stage_1(self, task: Task) -> Tensor | None:
+        """Keys [B', N] of the best of this process's items by the h-indexer, in the order of the items and with NOTHING
+        after the last, for the B' requests that two stages answer; None if there is no such request."""
+        rows, kept = self._of_two_stages(task), task.options.kept(self._num_items)
+        if not rows:
+            return None
+        assert task.query.hindexer is not None
+        query_BH = task.query.hindexer[0].to(self.items.device)[rows]
+        may = self._allowed(task)
+        allowed, without = [task.allowed[row] for row in rows], [task.excluded[row] for row in rows]
+        found = [torch.empty(len(rows), 0, dtype=torch.int64, device=self.items.device)]
+        bits = self._may_find(allowed, without, [may[row] for row in rows])
+        for (start, corpus), bits_BN in zip(self.corpora, bits, strict=True):
+            best = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits_BN)
+            keys_BN = rank_keys(best.scores_BK, best.items_BK + start)
+            found.append(keys_BN.masked_fill(best.items_BK < 0, NOTHING).to(self.items.device))
+        own_BN = torch.cat(found, dim=1)
+        return at_least(least_key(own_BN, kept), own_BN) if len(found) > 2 else own_BN
+
+    def stage_2(self, task: Task, keys_BN: Tensor | None) -> Tensor:
+        """Keys [B, k] of the best of this process's items by the similarity; for requests that two stages answer, of
+        those that stage 1 has found: `keys_BN`, in its order."""
+        device, k = self.items.device, min(task.k, self._num_items)
+        query, may, two = each(task.query, lambda part: part.to(device)), self._allowed(task), self._of_two_stages(task)
+        best_BK = torch.full((len(task.few), k), NOTHING, device=device)
+        if few := [row for row, are in enumerate(task.few) if are]:
+            here = [self._candidates(task.allowed[row], task.excluded[row], may[row]) for row in few]
+            best_BK[few] = self._best_of(_of_rows(query, few), pad_sequence(here, True, -1).to(device), k)
+        if two:
+            assert keys_BN is not None
+            best_BK[two] = self._best_of(_of_rows(query, two), split_keys(keys_BN.to(device))[0], k)
+        if rest := sorted({*range(len(task.few))}.difference(few, two)):
+            without = [task.excluded[row] for row in rest]
+            best_BK[rest] = self._best_of_all(_of_rows(query, rest), without, k, [may[row] for row in rest])
+        return best_BK
+
+    def _of_two_stages(self, task: Task) -> list[int]:
+        """The requests of a task that two stages answer."""
+        if task.query.hindexer is None or task.options.kept(self._num_items) >= self._num_items:
+            return []
+        return [row for row, few in enumerate(task.few) if not few]
+
+    def _allowed(self, task: Task) -> list[Allowed | None]:
+        return self.may(task) if task.may is None else task.may
 
     def few(
         self,
@@ -186,30 +218,6 @@ class Ranker:
         score_BK = self.items.scores(query.similarity, index_BK)
         keys_BK = best_keys(score_BK.masked_fill(index_BK < 0, -torch.inf), index_BK, k)
         return merge(torch.full((len(keys_BK), k), NOTHING, device=keys_BK.device), keys_BK, k)
-
-    def _stage_1(
-        self,
-        query_BH: Tensor,
-        kept: int,
-        allowed: list[list[int] | None],
-        without: list[list[int]],
-        may: list[Allowed | None],
-        group: Group,
-    ) -> Tensor:
-        """Indices [B, <= kept] of those of the h-indexer's best items that are this process's, as Items.scores takes
-        them. `allowed` and `may` have the only items that each query may find, `without` those that it may not."""
-        device, keys = self.items.device, []
-        for (start, corpus), bits in zip(self.corpora, self._may_find(allowed, without, may), strict=True):
-            found = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits)
-            if len(self.corpora) == 1 and group.alone:
-                return found.items_BK
-            of_part = rank_keys(found.scores_BK, found.items_BK + start)
-            keys.append(of_part.masked_fill(found.items_BK < 0, NOTHING).to(device))
-        # In the order of the items, as they are on each device.
-        own_BN = torch.cat([torch.empty(len(query_BH), 0, dtype=torch.int64, device=device), *keys], dim=1)
-        if len(keys) > 1:
-            own_BN = _at_least(least_key(own_BN, kept), own_BN)
-        return split_keys(_at_least(group.least(own_BN, kept, max(self.sizes)), own_BN))[0]
 
     def _best_of_all(self, query: Sides, without: list[list[int]], k: int, may: list[Allowed | None]) -> Tensor:
         """Keys [B, k] of the best items; `without` has the items to leave out for each query, and `may` those that are
@@ -307,7 +315,7 @@ def _bits(only: list[list[int] | None], without: list[list[int]], start: int, co
     return bits_BN
 
 
-def _at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:
+def at_least(least_B: Tensor, keys_BN: Tensor) -> Tensor:
     """The keys [B, K] that are not below these, in their order, and NOTHING after the last of each row."""
     return pad_sequence(
         [keys_N[keys_N >= least] for keys_N, least in zip(keys_BN, least_B, strict=True)], True, NOTHING

@@ -438,12 +438,14 @@ class Retriever:
         if self.tower.hindexer is not None and self.num_items > Options().kept(self.num_items):
             assert self._ranker.corpora is not None
         self.raw_ids.places([])
-        self._ranker.best(self._task([self._reader.checked([0], 0)], Options(1), None, 1), Group())
+        task = self._task([self._reader.checked([0], 0)], Options(1), None, 1)
+        self.stage_2(task, self.stage_1(task))
 
     def follow(self) -> None:
         """On every rank but 0: takes its part in rank 0's answers, until rank 0 calls `release`."""
         while (task := self._ranker.group.next()) is not None:
-            self.take_part(task)
+            with torch.inference_mode():
+                self._ranker.best(task)
 
     def release(self) -> None:
         """On rank 0: lets the others return from `follow`."""
@@ -451,9 +453,14 @@ class Retriever:
             self._ranker.group.first(lambda: None)
 
     @torch.inference_mode()
-    def take_part(self, task: Task, group: Group | None = None) -> None:
-        """In the answer of rank 0, or of the front that is in `group`, to some requests."""
-        self._ranker.best(task, group)
+    def stage_1(self, task: Task) -> Tensor | None:
+        """As of the Ranker, of the items of this process alone."""
+        return self._ranker.stage_1(task)
+
+    @torch.inference_mode()
+    def stage_2(self, task: Task, keys_BN: Tensor | None) -> Tensor:
+        """As of the Ranker, of the items of this process alone."""
+        return self._ranker.stage_2(task, keys_BN)
 
     @property
     def missing(self) -> Missing:

@@ -50,13 +50,13 @@ from logitmix.serving.connection import (
     json_response,
     read_body,
 )
+from logitmix.serving.group import ShardsLost
 from logitmix.serving.guards import Allowed, Guarding
 from logitmix.serving.live import POLL_SECONDS, LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
 from logitmix.serving.metrics import PATHS, TRACING, VERSION, Counting, Metrics, OfWorkers, identity
 from logitmix.serving.openapi import Answer, Health, Ready, Search, describe, of_export
 from logitmix.serving.shadow import Shadow
-from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
 from logitmix.serving.tls import Encrypted, Tls
 from logitmix.serving.workers import CLOSED, DRAINING, LEAVING, READY, TICK, Worker, bound, listen, say
 
@@ -112,15 +112,13 @@ def serve(
     port: int,
     threads: int,
     settings: Settings,
-    shards: Front | None = None,
     worker: Worker | None = None,
     deltas: Path | None = None,
     shadow: Path | None = None,
 ) -> None:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. `port` 0 is any free one; `threads` of torch,
-    0 for its default. `shards` rank the items, if there are any. A `worker` does not listen, but is given its
-    connections. Deltas that come to the folder `deltas` are applied. The export `shadow` is compared with the one that
-    is served.
+    0 for its default. A `worker` does not listen, but is given its connections. Deltas that come to the folder `deltas`
+    are applied. The export `shadow` is compared with the one that is served.
 
     Raises ValueError if there is no intact export or a setting is impossible, and OSError if the address cannot be
     listened on.
@@ -128,13 +126,13 @@ def serve(
     _set_threads(threads)
     with contextlib.ExitStack() as stack:
         listening = [] if worker else [stack.enter_context(bound(host, port))]
-        saying = partial(_say_of, say, f"worker {worker.number}") if worker else say
-        shared = worker.folder if worker and not shards else None
-        export = LiveExport(directory, saying, shards, deltas, shared, settings.where, settings.attributes)
+        saying = partial(say_of, say, f"worker {worker.number}") if worker else say
+        shared = worker.folder if worker else None
+        export = LiveExport(directory, saying, None, deltas, shared, settings.where, settings.attributes)
         if settings.boost_new:
             export.retriever.new_items()
         allowed = replace(settings.allowed, hosts=(host, *settings.allowed.hosts))
-        other = _shadow(shadow, partial(_say_of, saying, "shadow"), settings) if shadow else None
+        other = _shadow(shadow, partial(say_of, saying, "shadow"), settings) if shadow else None
         server = make_server(export, replace(settings, allowed=allowed), worker, other)
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -144,21 +142,6 @@ def serve(
             listen(socket_, export.retriever.described, bool(allowed.token), protocol)
         server.run(sockets=listening)
         export.release()
-
-
-def serve_shard(
-    directory: Path, host: str, port: int, threads: int, shard: Shard, deltas: Path | None = None, token: str = ""
-) -> None:
-    """Answers the fronts of a shard until SIGTERM or SIGINT. The rest is as of `serve`."""
-    _set_threads(threads)
-    with bound(host, port) as listening:
-        server = ShardServer(LiveExport(directory, say, shard, deltas), shard, token)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: server.ended.set())
-        of = server.export.retriever
-        described = f"shard {shard.rank + 1}/{shard.size}, {of.num_own:,} of {of.described}"
-        listen(listening, described, bool(token), "tcp")
-        server.run(listening)
 
 
 def _shadow(directory: Path, saying: Callable[[str], object], settings: Settings) -> LiveExport:
@@ -174,7 +157,7 @@ def _set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _say_of(saying: Callable[[str], object], who: str, line: str) -> None:
+def say_of(saying: Callable[[str], object], who: str, line: str) -> None:
     saying(f"{who}: {line}")
 
 

@@ -26,7 +26,7 @@ from logitmix.modules.config import (
     SASRecConfig,
     SimilarityConfig,
 )
-from logitmix.modules.schema import ITEM, Schema, Table
+from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, Schema, Table
 from logitmix.modules.similarity.base import Side, Similarity
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Tower
@@ -150,6 +150,8 @@ def export_small(
     about = About(model.config, SOURCE, len(ids), True, model.tower.schema, item_cache, precision)
 
     def vocabulary(table: str) -> pa.ChunkedArray:
+        if table == RECENCY:
+            return pa.chunked_array([RECENCY_VALUES])
         rows = pa.array(range(len(model.others[table]))).cast(pa.string())
         return pa.chunked_array([pa.nulls(1, pa.string()), rows[1:]])
 

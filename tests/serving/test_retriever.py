@@ -32,7 +32,15 @@ from torch import Tensor
 
 from logitmix.modules.config import HSTUConfig
 from logitmix.modules.features import Embedded
-from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.modules.schema import (
+    ITEM_FEATURE,
+    RECENCY,
+    RECENCY_FEATURE,
+    RECENCY_VALUES,
+    Feature,
+    Schema,
+    Table,
+)
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.serving import items as items_module
@@ -117,6 +125,25 @@ def test_a_query_is_asked_at_its_time_and_each_earlier_one_at_the_next_action(tm
         best = brute_force(model, histories, times=(acted, asked)).similarity_BX.topk(10)
         assert [[item for item, _ in of_request] for of_request in found] == best.indices.tolist()
         torch.testing.assert_close(torch.tensor([[score for _, score in of] for of in found]), best.values)
+
+
+def test_a_recency_that_an_event_states_counts_before_that_of_its_timestamps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(RECENCY, len(RECENCY_VALUES))
+    schema = Schema((ITEM_FEATURE, RECENCY_FEATURE), (Table("item", X + 1), table))
+    retriever, ids = load(small_model("dot", X, schema=schema), tmp_path), raw_ids(3)
+    assert retriever.takes_times
+    # The second and the third action come 2 and 9 seconds after the ones before: of 2 and 4 bits.
+    timed: Request = {"history": ids, "timestamps": [1, 3, 12], "time": 12}
+    requests: list[Request] = [
+        timed,
+        {**timed, "events": [{}, {RECENCY: "30"}, {}]},
+        {"history": ids, "time": 12, "events": [{}, {RECENCY: "2"}, {RECENCY: "4"}]},
+        {"history": ids, "time": 12, "events": [{}, {RECENCY: "30"}, {RECENCY: "4"}]},
+    ]
+    derived, stated, of_two, of_thirty = ranked_rows(retriever.recommend(requests, 9))
+    assert derived == of_two != stated == of_thirty
 
 
 def test_stage_1_leaves_good_items_out(tmp_path: Path) -> None:

@@ -1107,10 +1107,6 @@ def test_the_command_answers_and_ends(folder: Path, tmp_path: Path, monkeypatch:
         ("FOLDER --workers 2 --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
         ("FOLDER --workers 0", "--workers is 0; it must be at least 1"),
         ("FOLDER --workers 257 --port 0", "--workers is 257; it must be at most 256"),
-        ("FOLDER --shard 3/2", "--shard is 3/2; it must be from 1/N to N/N"),
-        ("FOLDER --shard 1/2 --workers 2", "--workers has no meaning beside --shard; leave it out"),
-        ("FOLDER --allow-partial", "--allow-partial has no meaning beside no --shards; leave it out"),
-        ("FOLDER --shards here:90,there", "--shards has 'there'; each shard is "),
     ],
 )
 def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:

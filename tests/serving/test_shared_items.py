@@ -1,19 +1,15 @@
 """Processes that share an export's items, and shards of them, answer as one process does, bit for bit."""
 
+import asyncio
 import json
-import re
+import pickle
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from urllib.request import Request as Asking
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -21,19 +17,19 @@ import torch.distributed as dist
 import two_ranks
 from asking import answered, ranked_rows
 from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
-from test_server import read_all, running
+from test_server import running
 from waiting import until
 
 from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
-from logitmix.serving import shards
-from logitmix.serving.group import Group, part_of
+from logitmix.serving.cluster import Arguments, Shard, Shards
+from logitmix.serving.group import Group, ShardsLost, part_of
 from logitmix.serving.items import Items
 from logitmix.serving.live import LiveExport
+from logitmix.serving.ranking import Task
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever
-from logitmix.serving.shards import Front, Shard, ShardServer, ShardsLost
-from logitmix.serving.workers import bound
+from logitmix.serving.topk import NOTHING
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.update import update_items
@@ -231,50 +227,82 @@ def test_the_command_answers_on_several_processes(exports: dict[str, Path], tmp_
     assert said.startswith("logitmix: the request: no item of demo has the id 'new'; ") and said.count("\n") == 1
 
 
+class Call:
+    """What Ray Serve's handle returns for a call."""
+
+    def __init__(self, found: "Future[Any]") -> None:
+        self._found = found
+
+    def result(self, timeout_s: float) -> Any:
+        return self._found.result(timeout_s)
+
+    def cancel(self) -> None:
+        self._found.cancel()
+
+
+class Handle:
+    """A handle of Ray Serve to a shard in this process, which gets and returns copies."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard: Shard | None = shard
+        self.pool = ThreadPoolExecutor(2)
+        self.hangs = False
+
+    def __getattr__(self, method: str) -> Any:
+        def call(given: bytes) -> Any:
+            if self.hangs:
+                raise TimeoutError
+            if self.shard is None:
+                raise RuntimeError("the actor died")
+            return pickle.loads(pickle.dumps(asyncio.run(getattr(self.shard, method)(*pickle.loads(given)))))
+
+        return SimpleNamespace(remote=lambda *given: Call(self.pool.submit(call, pickle.dumps(given))))
+
+
+def handles(folders: Sequence[Path], **given: Any) -> list[Handle]:
+    count = len(folders)
+    return [
+        Handle(Shard(Arguments(directory=str(folder), shards=count, **given), number))
+        for number, folder in enumerate(folders)
+    ]
+
+
+def front(shards: list[Handle], said: list[str], allow_partial: bool = False, seconds: float = 60) -> Shards:
+    return Shards(shards, said.append, allow_partial, seconds)
+
+
 @pytest.fixture(autouse=True)
-def _no_front_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "LAST_SECONDS", 0.0)
-
-
-@contextmanager
-def shard(folder: Path, number: int, count: int, port: int = 0, token: str = "") -> Iterator[int]:
-    """The port of a shard, which is gone on exit."""
-    place = Shard(number, count)
-    server = ShardServer(LiveExport(folder, print, place), place, token)
-    with bound("127.0.0.1", port) as listening:
-        listening.listen()
-        thread = threading.Thread(target=server.run, args=[listening])
-        thread.start()
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            server.ended.set()
-            thread.join(10)
-    assert not thread.is_alive()
-
-
-@contextmanager
-def front(
-    folder: Path, ports: list[int], said: list[str], allow_partial: bool = False, **given: Any
-) -> Iterator[LiveExport]:
-    of = Front([f"127.0.0.1:{port}" for port in ports], said.append, allow_partial, **{"seconds": 60, **given})
-    export = LiveExport(folder, said.append, of)
-    yield export
-    export.release()
+def _shards_look_when_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shard, "_watch", lambda of: None)
 
 
 @pytest.mark.parametrize("name", ["cached", "two shards", "computed", "one stage", "int8"])
 def test_shards_answer_as_one_process_does(exports: dict[str, Path], of_one: dict[str, list[Any]], name: str) -> None:
     said: list[str] = []
-    with ExitStack() as stack:
-        ports = [stack.enter_context(shard(exports[name], number, 3)) for number in range(3)]
-        export = stack.enter_context(front(exports[name], ports, said))
-        assert answers(export.retriever) == of_one[name]
-        assert export.retriever.missing == {"missing_shards": [], "missing_share": 0.0}
-        with pytest.raises(ValueError, match="request 0: feature age is 'old'"):
-            ranked_rows(export.retriever.recommend([{"user": {"age": "old"}}], 3))
-        assert export.retriever.rows(["id 7"], 9) == Retriever.load(exports[name]).rows(["id 7"], 9)
+    export = LiveExport(exports[name], said.append, front(handles([exports[name]] * 3), said))
+    assert answers(export.retriever) == of_one[name]
+    assert export.retriever.missing == {"missing_shards": [], "missing_share": 0.0}
+    with pytest.raises(ValueError, match="request 0: feature age is 'old'"):
+        ranked_rows(export.retriever.recommend([{"user": {"age": "old"}}], 3))
+    assert export.retriever.rows(["id 7"], 9) == Retriever.load(exports[name]).rows(["id 7"], 9)
     assert said == []
+
+
+def test_no_more_keys_than_stage_1_keeps_come_back_to_the_shards(
+    exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[int] = []
+    stage_2 = Retriever.stage_2
+
+    def counted(of: Retriever, task: Task, keys_BN: torch.Tensor | None) -> torch.Tensor:
+        assert keys_BN is not None
+        returned.append(int((keys_BN != NOTHING).sum()))
+        return stage_2(of, task, keys_BN)
+
+    export = LiveExport(exports["cached"], print, front(handles([exports["cached"]] * 3), []))
+    monkeypatch.setattr(Retriever, "stage_2", counted)
+    export.retriever.rows(["id 7"], 9, stage1=40)
+    assert len(returned) == 3 and sum(returned) == 40
 
 
 @pytest.mark.parametrize("stage1", [None, 40])
@@ -292,11 +320,9 @@ def test_shards_filter_by_what_their_front_knows(
     for request in asked[1:3]:
         request["limit"] = {"category": 2}
     with ExitStack() as stack:
-        ports = [stack.enter_context(shard(folder, number, 2)) for number in range(2)]
-        of = Front([f"127.0.0.1:{port}" for port in ports], said.append, seconds=60)
         export, alone = (
             LiveExport(folder, said.append, group, where="price > 0", attributes=tmp_path / "attributes.csv")
-            for group in (of, None)
+            for group in (front(handles([folder] * 2), said), None)
         )
         stack.callback(alone.release)
         stack.callback(export.release)
@@ -305,154 +331,104 @@ def test_shards_filter_by_what_their_front_knows(
 
 
 @pytest.mark.parametrize("allow_partial", [True, False])
-def test_a_shard_that_is_gone_is_missing_until_it_is_back(
-    exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch, allow_partial: bool
-) -> None:
-    monkeypatch.setattr(shards, "PAUSE", 0.0)
+def test_a_shard_that_is_gone_is_missing_until_it_is_back(exports: dict[str, Path], allow_partial: bool) -> None:
     folder, said, asked = exports["cached"], list[str](), ["id 7", "id 14"]
     everything = Retriever.load(folder).rows(asked, X, stage1=X)
-    with ExitStack() as stack:
-        ports = [stack.enter_context(shard(folder, number, 3)) for number in (0, 2)]
-        with shard(folder, 1, 3) as port:
-            export = stack.enter_context(front(folder, [ports[0], port, ports[1]], said, allow_partial))
-            assert export.retriever.rows(asked, X, stage1=X) == everything
-        begin, size = sum(export.retriever._ranker.sizes[:1]), export.retriever._ranker.sizes[1]
-        left = [row for row in everything if not begin <= int(row["id"].split()[1]) / 7 < begin + size]
-        missing = {"missing_shards": [2], "missing_share": round(size / X, 6)}
-        with running(export) as server:
-            # The first answer finds it gone, and the second knows.
-            for _ in range(2):
-                status, found = server.ask({"history": asked, "k": X, "stage1": X})
-                if allow_partial:
-                    assert [row["score"] for row in found["items"]] == [row["score"] for row in left]
-                    assert (status, missing) == (200, {name: found[name] for name in missing})
-                else:
-                    assert status == 503 and f"shard 2/3 at 127.0.0.1:{port} is missing: " in found["error"]
-            assert server.status("/readyz") == (200 if allow_partial else 503)
-            assert server.ask(b"", "GET", "/healthz")[1]["missing_shards"] == [2]
-            assert server.metric("logitmix_items_missing_share") == missing["missing_share"]
-            with shard(folder, 1, 3, port):
-                until(lambda: server.status("/readyz") == 200 and server.metric("logitmix_shards_missing") == 0)
-                status, found = server.ask({"history": asked, "k": X, "stage1": X})
-                assert (status, found["missing_shards"], len(found["items"])) == (200, [], len(everything))
-        assert said[-1] == f"shard 2/3 at 127.0.0.1:{port} answers"
+    shards = handles([folder] * 3)
+    export = LiveExport(folder, said.append, front(shards, said, allow_partial))
+    assert export.retriever.rows(asked, X, stage1=X) == everything
+    sizes = export.retriever._ranker.sizes
+    left = [row for row in everything if not sizes[0] <= int(row["id"].split()[1]) / 7 < sum(sizes[:2])]
+    missing = {"missing_shards": [2], "missing_share": round(sizes[1] / X, 6)}
+    with running(export) as server:
+        of_second, shards[1].shard = shards[1].shard, None
+        # The first answer finds it gone, and the second knows.
+        for _ in range(2):
+            status, found = server.ask({"history": asked, "k": X, "stage1": X})
+            if allow_partial:
+                assert [row["score"] for row in found["items"]] == [row["score"] for row in left]
+                assert (status, missing) == (200, {name: found[name] for name in missing})
+            else:
+                assert (status, found) == (503, {"error": "shard 2/3 is missing: the actor died"})
+        assert server.status("/readyz") == (200 if allow_partial else 503)
+        assert server.ask(b"", "GET", "/healthz")[1]["missing_shards"] == [2]
+        assert server.metric("logitmix_items_missing_share") == missing["missing_share"]
+        shards[1].shard = of_second
+        until(lambda: server.status("/readyz") == 200 and server.metric("logitmix_shards_missing") == 0)
+        status, found = server.ask({"history": asked, "k": X, "stage1": X})
+        assert (status, found["missing_shards"], len(found["items"])) == (200, [], len(everything))
+        for shard in shards:
+            shard.shard = None
+        status, found = server.ask({"history": asked})
+        assert status == 503 and found["error"].count("the actor died") == 3
+    assert said[:2] == ["shard 2/3 is missing: the actor died", "shard 2/3 answers"]
 
 
 def test_a_new_export_takes_over_once_all_shards_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the former one answers, on shards that have read the new one, too."""
     monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
     first, second = (export_small(small_model("mol", X, seed=seed), tmp_path / f"{seed}") for seed in range(2))
     folders = [Path(shutil.copytree(first, tmp_path / f"of {who}")) for who in ("front", "shard 1", "shard 2")]
     said: list[str] = []
-    monkeypatch.setattr(shards, "POLL_SECONDS", 0.02)
     of_first, of_second = (Retriever.load(path).rows(["id 7"], 9, stage1=40) for path in (first, second))
-    with ExitStack() as stack:
-        ports = [stack.enter_context(shard(folder, number, 2)) for number, folder in enumerate(folders[1:])]
-        export = stack.enter_context(front(folders[0], ports, said, True))
-        for folder in folders[:2]:
-            publish(Path(shutil.copytree(second, tmp_path / "next")), folder)
-            for _ in range(3):
-                assert not export.refresh()
-                assert export.retriever.rows(["id 7"], 9, stage1=40) == of_first
-                assert export.missing["missing_shards"] == []
-        publish(Path(shutil.copytree(second, tmp_path / "next")), folders[2])
-        until(export.refresh)
-        assert export.retriever.rows(["id 7"], 9, stage1=40) == of_second
-        other = stack.enter_context(shard(first, 1, 2))
-        with front(folders[0], [ports[0], other], said) as of, pytest.raises(ShardsLost, match="has another export"):
-            of.retriever.rows(["id 7"], 9)
-    assert f"new export: {X} items of demo, step 12 of run small" in said
+    shards = handles(folders[1:])
+    export = LiveExport(folders[0], said.append, front(shards, said, True))
+
+    def published(folder: Path, shard: Handle | None) -> None:
+        publish(Path(shutil.copytree(second, tmp_path / "next")), folder)
+        if shard and shard.shard:
+            shard.shard.look()
+
+    for folder, shard in ((folders[0], None), (folders[1], shards[0])):
+        published(folder, shard)
+        for _ in range(3):
+            assert not export.refresh()
+            assert export.retriever.rows(["id 7"], 9, stage1=40) == of_first
+            assert export.missing["missing_shards"] == []
+    published(folders[2], shards[1])
+    assert export.refresh()
+    assert export.retriever.rows(["id 7"], 9, stage1=40) == of_second
+    assert said == [f"new export: {X} items of demo, step 12 of run small"]
+    stale = Handle(Shard(Arguments(directory=str(first), shards=2), 1))
+    of_stale = LiveExport(folders[0], said.append, front([shards[0], stale], said))
+    with pytest.raises(ShardsLost, match="shard 2/2 is missing: it has another export"):
+        of_stale.retriever.rows(["id 7"], 9)
 
 
 def test_a_shard_that_does_not_answer_is_not_waited_for(exports: dict[str, Path]) -> None:
-    """It greets, as one does that is stopped later."""
     said: list[str] = []
-    with bound("127.0.0.1", 0) as listening, ExitStack() as stack:
-        listening.listen()
-
-        def greet() -> None:
-            line = shards.Line(stack.enter_context(listening.accept()[0]))
-            line.receive(60)
-            line.send({"shard": [0, 1]}, 60)
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        port = listening.getsockname()[1]
-        export = stack.enter_context(front(exports["cached"], [port], said, seconds=0.2))
-        thread.join()
-        with pytest.raises(ShardsLost, match=r"^shard 1/1 at 127.0.0.1:\d+ is missing: no answer within 0.2 s$"):
-            export.retriever.rows(["id 7"], 3)
-    assert len(said) == 1
+    (shard,) = handles([exports["cached"]])
+    export = LiveExport(exports["cached"], said.append, front([shard], said, seconds=5))
+    shard.hangs = True
+    with pytest.raises(ShardsLost, match=r"^shard 1/1 is missing: no answer within 5 s$"):
+        export.retriever.rows(["id 7"], 3)
+    assert said == ["shard 1/1 is missing: no answer within 5 s"]
 
 
-def test_who_is_no_shard_of_the_front_is_refused(exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, said = exports["cached"], list[str]()
-    with shard(folder, 0, 2, token="secret" * 4) as one, shard(folder, 1, 3) as two:
-        for part in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2\0\0\0\0[]", b"\0\0\0\2\0\0\0\0{}"):
-            with socket.create_connection(("127.0.0.1", one), timeout=10) as client:
-                client.sendall(part)
-                assert b"shard" not in read_all(client)
-        with front(folder, [one, two], said):
-            pass
-        assert [line.partition(": ")[2] for line in said] == [
-            "it has another token; give both the same --token-file",
-            "it is shard 2/3; give --shards in their order, and all of them",
-        ]
-        said.clear()
-        monkeypatch.setattr(shards, "VERSION", "0.0")
-        with front(folder, [one, one], said, token="secret" * 4) as export, pytest.raises(ShardsLost):
-            export.retriever.rows(["id 7"], 3)
-        assert len(said) == 1 and said[0].endswith("it is shard 1/2; give --shards in their order, and all of them")
+def test_a_shard_whose_files_are_written_to_is_missing(exports: dict[str, Path], tmp_path: Path) -> None:
+    folder, said = Path(shutil.copytree(exports["cached"], tmp_path / "served")), list[str]()
+    export = LiveExport(exports["cached"], said.append, front(handles([folder] * 2), said))
+    items = sorted(folder.glob("items-*"))[0]
+    items.write_bytes(b"")
+    export.refresh()
+    assert export.refusal.startswith(f"shard 1/2 is missing: {items} was written to while it was in use")
 
 
-@contextmanager
-def serving(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A command that serves, and its port."""
-    command = [sys.executable, "-m", "logitmix.trainer.cli", "serve", str(folder), "--threads", "1", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            started = re.search(r" on (?:http|tcp)://127.0.0.1:(\d+)\n$", server.stderr.readline())
-            assert started
-            yield server, started[1]
-        finally:
-            server.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_a_shard_of_the_command_is_lost_and_comes_back(exports: dict[str, Path], tmp_path: Path, number: int) -> None:
-    (tmp_path / "token").write_text("secret" * 4)
-    (tmp_path / "token").chmod(0o600)
-    secret = ["--token-file", str(tmp_path / "token")]
-    expected = Retriever.load(exports["cached"]).rows(["id 7"], 9, stage1=40)
-    body = json.dumps({"history": ["id 7"], "k": 9, "stage1": 40}).encode()
-
-    def ask() -> Any:
-        request = Asking(f"http://127.0.0.1:{port}/retrieve", body, {"Authorization": "Bearer " + "secret" * 4})
-        with urlopen(request, timeout=30) as answer:
-            return json.load(answer)
-
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(serving(exports["cached"], "--shard", f"{part}/2", "--port", "0", *secret))
-            for part in (1, 2)
-        )
-        addresses = f"127.0.0.1:{first[1]},127.0.0.1:{second[1]}"
-        words = ["--shards", addresses, "--allow-partial", "--shard-seconds", "2", "--port", "0", *secret]
-        server, port = stack.enter_context(serving(exports["cached"], *words))
-        assert ask()["items"] == expected
-        second[0].send_signal(number)
-        until(lambda: ask()["missing_shards"] == [2], 30)
-        if number == signal.SIGSTOP:
-            second[0].send_signal(signal.SIGCONT)
-        else:
-            assert second[0].wait(10) == (0 if number == signal.SIGTERM else -number)
-            stack.enter_context(serving(exports["cached"], "--shard", "2/2", "--port", second[1], *secret))
-        until(lambda: ask()["missing_shards"] == [], 90)
-        assert ask()["items"] == expected
-        server.send_signal(signal.SIGTERM)
-        said = server.communicate(timeout=30)[1].splitlines()
-    assert server.returncode == 0 and said[-1].endswith(f":{second[1]} answers")
+def test_what_the_configuration_of_a_cluster_gets_wrong(exports: dict[str, Path], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"directory": str(exports["cached"]), "shards": 2}
+    for wrong, problem in (
+        ({"shard": 2}, "shard\n  Extra inputs are not permitted"),
+        ({"shards": 0}, "greater than or equal to 1"),
+        ({"shard_seconds": 0}, "greater than 0"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Arguments(**given | wrong)
+    with pytest.raises(ValueError, match=r"--wait-ms is 2000\.0; it must be from 0 to 1000"):
+        Arguments(**given, wait_ms=2000).settings()
+    with pytest.raises(ValueError, match="--token-file nowhere cannot be read"):
+        Arguments(**given, token_file="nowhere").settings()
+    with pytest.raises(ValueError, match="no serving directory at "):
+        Shard(Arguments(directory=str(tmp_path), shards=2), 0)
 
 
 def test_processes_that_are_out_of_step_answer_nothing_more() -> None:

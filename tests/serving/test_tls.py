@@ -225,7 +225,6 @@ def test_a_worker_shakes_hands(folder: Path, pki: Path, tmp_path: Path) -> None:
         ("--tls-certificate server.pem --tls-key server.locked --workers 2", "--tls-key is encrypted, and a server"),
         ("--tls-certificate cut.pem --tls-key server.key", "--tls-certificate cut.pem and --tls-key server.key cannot"),
         ("--tls-certificate server.pem --tls-key server.key --tls-client-ca cut.pem", "--tls-client-ca cut.pem cannot"),
-        ("--shard 1/2 --tls-key server.key", "--tls-key has no meaning beside --shard; leave it out"),
     ],
 )
 def test_what_the_command_refuses(

@@ -1,7 +1,7 @@
 """`logitmix serve`: answers over HTTP, with a page to try it out."""
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import tyro
@@ -48,14 +48,6 @@ class Arguments:
     """Milliseconds that a request waits, at most, for others to be answered with it."""
     drain_seconds: float = 0.0
     """Seconds that the server goes on after SIGTERM, while /readyz tells load balancers to send requests elsewhere."""
-    shard: str = ""
-    """I/N, such as 1/3: rank that part of the items for servers with --shards, instead of answering over HTTP."""
-    shards: str = ""
-    """HOST:PORT of each shard in their order, with commas between them: they rank the items."""
-    allow_partial: bool = False
-    """Answer without the items of shards that are missing, and say so; 503 otherwise."""
-    shard_seconds: float = 5.0
-    """Seconds for a shard to answer, after which it is missing."""
     deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
     shadow: str = ""
@@ -81,10 +73,7 @@ def run(words: list[str]) -> None:
     arguments = parse(Arguments, "serve", words)
     require(arguments.workers >= 1, "--workers", arguments.workers, "at least 1")
     if launched():
-        raise ValueError(
-            "serve is no job for torchrun: start --shard I/N on each host by itself, and one with --shards"
-        )
-    _check_shards(arguments)
+        raise ValueError("serve is no job for torchrun: docs/serving.md says how several machines share the items")
     from logitmix.serving.guards import Allowed, exposed, read_token
     from logitmix.serving.workers import Worker, run_workers, say
 
@@ -101,17 +90,10 @@ def run(words: list[str]) -> None:
             run_workers(command, arguments.workers, threads, *place, bool(token), "https" if tls else "http")
         )
     with importing():
-        from logitmix.serving.server import Settings, serve, serve_shard
-        from logitmix.serving.shards import Front, Shard
+        from logitmix.serving.server import Settings, serve
 
     served = path_of(arguments.directory), arguments.host, arguments.port, arguments.threads
     deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))
-    if arguments.shard:
-        return serve_shard(*served, Shard.parse(arguments.shard), deltas, token)
-    front = None
-    if arguments.shards:
-        addresses = arguments.shards.split(",")
-        front = Front(addresses, say, arguments.allow_partial, arguments.shard_seconds, token)
     allowed = Allowed(arguments.allow_host, arguments.allow_origin, token)
     settings = Settings(
         arguments.wait_ms,
@@ -124,7 +106,7 @@ def run(words: list[str]) -> None:
         allowed,
         tls,
     )
-    serve(*served, settings, front, worker, deltas, shadow)
+    serve(*served, settings, worker, deltas, shadow)
 
 
 def _tls(arguments: Arguments) -> "Tls | None":
@@ -136,15 +118,3 @@ def _tls(arguments: Arguments) -> "Tls | None":
 
     ca = path_of(arguments.tls_client_ca) if arguments.tls_client_ca else None
     return Tls(path_of(arguments.tls_certificate), path_of(arguments.tls_key), ca)
-
-
-def _check_shards(arguments: Arguments) -> None:
-    """ValueError for options that would change nothing."""
-    given = {of.name for of in fields(arguments) if getattr(arguments, of.name) != of.default}
-    if arguments.shard:
-        given -= {"directory", "host", "port", "threads", "shard", "deltas", "token_file"}
-    else:
-        given = set() if arguments.shards else given & {"allow_partial", "shard_seconds"}
-    if given:
-        flag, beside = f"--{min(given).replace('_', '-')}", "--shard" if arguments.shard else "no --shards"
-        raise ValueError(f"{flag} has no meaning beside {beside}; leave it out")

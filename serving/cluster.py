@@ -1,0 +1,267 @@
+"""`serve run logitmix.serving.cluster:build`: an export over several machines, on Ray Serve. For each shard there is a
+deployment that ranks a part of the items. The front answers over HTTP: it encodes requests, asks all shards and merges
+what they find. Any shard may be gone, and come back: Ray Serve starts it again.
+
+For each batch the front calls the shards twice. Stage 1 returns the keys (topk.py) of a shard's candidates. Those that
+are among the best k' of all shards go back to it, and stage 2 returns the keys of its best items. So a shard keeps
+nothing between the calls.
+
+Axes: B queries, N keys of each.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from logitmix.common.plugins import load_plugins
+from logitmix.common.storage import path_of
+from logitmix.serving.connection import Unread
+from logitmix.serving.group import Group, ShardsLost
+from logitmix.serving.guards import Allowed, read_token
+from logitmix.serving.live import POLL_SECONDS, LiveExport
+from logitmix.serving.ranking import Task, at_least
+from logitmix.serving.retriever import Retriever
+from logitmix.serving.server import Settings, make_app, say_of
+from logitmix.serving.topk import least_key
+from logitmix.serving.workers import say
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+T = TypeVar("T")
+
+
+class Arguments(BaseModel):
+    """What the configuration of the application has as `args`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    directory: str
+    """Serving directory, at an absolute path that all nodes have or at a URL."""
+    shards: int = Field(ge=1)
+    """Parts into which the items are divided, each with a deployment of its own."""
+    allow_partial: bool = False
+    """Answer without the items of shards that are missing, and say so; 503 otherwise."""
+    shard_seconds: float = Field(5.0, gt=0)
+    """Seconds for a shard to answer, after which it is missing."""
+    cpus: float = Field(1.0, ge=0)
+    """Cores of each shard, and of the front; the configuration's `deployments` may say otherwise."""
+    deltas: str = ""
+    """Folder to which deltas of the export come; they are applied in order."""
+    where: str = ""
+    """A condition on the export's filterable columns, on the items of all answers."""
+    attributes: str = ""
+    """File with values of filterable columns that differ from the export's."""
+    stage1: int | None = None
+    """Items that the h-indexer keeps, for requests that do not say."""
+    boost_new: float = 0.0
+    """Added to the scores of new items, for requests that do not say."""
+    wait_ms: float = 10.0
+    """Milliseconds that a request waits, at most, for others to be answered with it."""
+    allow_host: list[str] = []
+    """Names by which clients reach the server; * for any."""
+    allow_origin: list[str] = []
+    """Origins whose pages may ask from browsers (CORS); * for any."""
+    token_file: str = ""
+    """File with the token that requests must have, on the front's node."""
+    plugins: list[str] = []
+    """Plugins that the export needs, as `logitmix --import` takes them."""
+
+    def settings(self) -> Settings:
+        """How the front answers. ValueError for what is impossible."""
+        token = read_token(path_of(self.token_file)) if self.token_file else ""
+        allowed = Allowed(self.allow_host, self.allow_origin, token)
+        attributes = path_of(self.attributes) if self.attributes else None
+        return Settings(self.wait_ms, self.stage1, self.boost_new, self.where, attributes, allowed=allowed)
+
+    def export(self, group: Group, who: str, where: str = "", attributes: Path | None = None) -> LiveExport:
+        """Reads the export. ValueError if there is no intact one."""
+        load_plugins(self.plugins, "plugins")
+        deltas = path_of(self.deltas) if self.deltas else None
+        saying = partial(say_of, say, who)
+        return LiveExport(path_of(self.directory), saying, group, deltas, None, where, attributes)
+
+
+class Part(Group):
+    """A process that ranks a part of the items, and is asked for it alone."""
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__()
+        self.rank, self.size = number, count
+
+
+class Shard:
+    """Ranks a part of the items for fronts."""
+
+    def __init__(self, arguments: Arguments, number: int) -> None:
+        self._group = Part(number, arguments.shards)
+        self._export = arguments.export(self._group, f"shard {number + 1}/{arguments.shards}")
+        self._former = self._export.retriever
+        Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(POLL_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Reads an export that was published since the last look."""
+        answering = self._export.retriever
+        if self._export.refresh():
+            self._former = answering
+
+    def _of(self, digest: str) -> Retriever:
+        """The retriever of the export with this digest: the last one, or the one before for a front that has not read
+        the last one yet. ValueError for any other, and OSError if a file of it has been written to."""
+        for retriever in (self._export.retriever, self._former):
+            if retriever.digest == digest:
+                retriever.files.check()
+                return retriever
+        raise ValueError("it has another export")
+
+    async def status(self, digest: str) -> tuple[str, str]:
+        """The digest of the export that was read last, and why there are no answers from the one with this digest;
+        empty if there are."""
+        newest, problem = self._export.retriever.digest, ""
+        try:
+            self._of(digest)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        return newest, problem
+
+    async def rank(self, stage: Literal["stage_1", "stage_2"], task: Task, *keys_BN: Tensor | None) -> Tensor | None:
+        """A stage of the Ranker, over this part of the items."""
+
+        def ranked() -> Tensor | None:
+            with self._group.turn:
+                found: Tensor | None = getattr(self._of(task.digest), stage)(task, *keys_BN)
+                return found
+
+        return await asyncio.to_thread(ranked)
+
+
+class Shards(Group):
+    """The shards, as a front sees them, which has no items of its own."""
+
+    alone = False
+    checked = (0, 1)
+    has_shards = True
+
+    def __init__(
+        self, shards: "Sequence[DeploymentHandle]", say: Callable[[str], object], allow_partial: bool, seconds: float
+    ) -> None:
+        """`seconds`: how long a shard may take for a stage of an answer. With `allow_partial`, there are answers
+        without the items of shards that are missing."""
+        super().__init__()
+        self.size, self._shards = len(shards), shards
+        self._say, self._allow_partial, self._seconds = say, allow_partial, seconds
+        self._newest = [""] * self.size
+        """By shard, the digest of the export that it read last."""
+        self._problems = [""] * self.size
+        """By shard, why its items are missing."""
+
+    def part(self, whole: range) -> range:
+        return whole[:0]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(number for number, problem in enumerate(self._problems) if problem)
+
+    @property
+    def refusal(self) -> str:
+        missing = self.missing
+        if not missing or (self._allow_partial and len(missing) < self.size):
+            return ""
+        return "; ".join(f"shard {number + 1}/{self.size} is missing: {self._problems[number]}" for number in missing)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        yield  # shards keep nothing between two calls
+
+    def first(self, action: Callable[[], T]) -> T:
+        return action()
+
+    def best(self, task: Task, kept: int | None, k: int) -> Tensor:
+        self._require()
+        asked: dict[int, tuple[Any, ...]] = {at: ("stage_1", task) for at in range(self.size) if not self._problems[at]}
+        keys: dict[int, Any] = self._ask("rank", asked) if kept else dict.fromkeys(asked)
+        if kept and keys:
+            least_B = least_key(torch.cat(list(keys.values()), dim=1), kept)
+            keys = {number: at_least(least_B, keys_BN) for number, keys_BN in keys.items()}
+        best = self._ask("rank", {number: ("stage_2", task, keys_BN) for number, keys_BN in keys.items()})
+        self._require()
+        self.missed = tuple(sorted({*self.missed, *range(self.size)}.difference(best)))
+        return torch.cat(list(best.values()), dim=1).topk(k).values
+
+    def look_after(self, digest: str) -> None:
+        for number, (newest, problem) in self._ask("status", dict.fromkeys(range(self.size), (digest,))).items():
+            self._newest[number] = newest
+            self._note(number, problem)
+
+    def all_have(self, digest: str) -> bool:
+        return all(newest == digest or problem for newest, problem in zip(self._newest, self._problems, strict=True))
+
+    def _require(self) -> None:
+        """ShardsLost if shards are missing without which no answer is given."""
+        if refusal := self.refusal:
+            raise ShardsLost(refusal)
+
+    def _ask(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Calls a method of shards at once; returns, by shard, what comes of it. Those that do not answer in time are
+        missing until they do."""
+        until, found = time.monotonic() + self._seconds, dict[int, Any]()
+        calls = {number: getattr(self._shards[number], method).remote(*given) for number, given in asked.items()}
+        for number, call in calls.items():
+            try:
+                found[number] = call.result(timeout_s=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                call.cancel()
+                self._note(number, f"no answer within {self._seconds:g} s")
+            except Exception as error:  # of the shard, or of Ray Serve where it has ended
+                cause = getattr(error, "cause", None) or error
+                self._note(number, " ".join(str(cause).split())[:200] or type(cause).__name__)
+        return found
+
+    def _note(self, number: int, problem: str) -> None:
+        if problem != self._problems[number]:
+            self._say(f"shard {number + 1}/{self.size} {f'is missing: {problem}' if problem else 'answers'}")
+        self._problems[number] = problem
+
+
+class Front:
+    """Answers over HTTP."""
+
+    def __init__(self, arguments: Arguments, *shards: "DeploymentHandle") -> None:
+        self._settings = settings = arguments.settings()
+        group = Shards(shards, say, arguments.allow_partial, arguments.shard_seconds)
+        # Shards are asked, and Ray Serve lets no one wait for them in its event loop.
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(arguments.export, group, "front", settings.where, settings.attributes)
+            self._export = reading.result()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self._export, self._settings, Unread(), Event())
+
+
+def build(arguments: Arguments) -> "Application":
+    """The application that the configuration of Ray Serve names as `import_path`."""
+    from ray import serve
+
+    options = {"ray_actor_options": {"num_cpus": arguments.cpus}, "max_ongoing_requests": 1024}
+    shards = [
+        serve.deployment(Shard, name=f"shard-{number + 1}", **options).bind(arguments, number)
+        for number in range(arguments.shards)
+    ]
+    return serve.deployment(serve.ingress()(Front), name="front", **options).bind(arguments, *shards)
