@@ -89,20 +89,16 @@ sees that it moves on."""
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Writes a new file of these parts and syncs it to disk; returns the SHA-256 of what was to be written."""
     digest, unsynced = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    with path.open("xb") as file:
         for part in parts:
             digest.update(part)
-            left = memoryview(part)
-            while left:
-                left = left[os.write(descriptor, left) :]
+            file.write(part)
             unsynced += len(part)
             if unsynced >= SYNC_BYTES:
-                os.fsync(descriptor)
+                file.flush()
+                os.fsync(file.fileno())
                 unsynced = 0
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
     return digest.hexdigest()
 
 
@@ -190,7 +186,7 @@ def writing_whole(path: Path) -> Iterator[TextIO]:
     something other than a file is there."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file; write to another")
-    staging = path.with_name(f".{path.name}.part")
+    staging = staging_path(path)
     try:
         with naming(path):
             with staging.open("w", encoding="utf-8") as file:

@@ -200,7 +200,10 @@ class _Record:
         for name, of in self.files.items():
             # Such a name would lead out of the copy, or cannot be that of a file.
             require(not _hidden(name) and name == plain(name), "files", brief(name), "names in the copy")
-            require(_is_entry(of), f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
+            there, *stamp = of or (None,)
+            counts = [type(number) is int and 0 <= number < 2**63 for number in stamp]
+            fits = isinstance(there, str) and len(stamp) == 2 and (all(counts) or stamp == [None, None])
+            require(fits, f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
 
 
 @dataclass(frozen=True)
@@ -258,17 +261,13 @@ class _Copy:
         says whether it has fetched anything; its OSError may be for a file that was removed."""
         there = self.listing()
         for _ in range(MOST_ROUNDS):
-            trouble = None
+            before = there
             try:
-                if not take(there):
+                if not take(there) or before == (there := self.listing()):
                     return
-            except OSError as error:
-                trouble = error
-            before, there = there, self.listing()
-            if there == before and trouble:
-                raise trouble
-            if there == before:
-                return
+            except OSError:
+                if before == (there := self.listing()):
+                    raise
         raise OSError(f"{self.url} has changed {MOST_ROUNDS} times while it was fetched; try again")
 
     def uploader(self) -> str:
@@ -346,15 +345,15 @@ class _Copy:
         recorded = time.monotonic()
         for name in _digests_last(names):
             whole = content or Path(name).name in MANIFESTS
-            stamp = self._get(name, whole)
+            self._get(name, whole)
             if whole:
-                record.files[name] = (there[name], *stamp)
+                record.files[name] = (there[name], *_stamp(self.path / name))
             if time.monotonic() - recorded >= RECORD_SECONDS:
                 self.write(record)
                 recorded = time.monotonic()
 
-    def _get(self, name: str, content: bool) -> tuple[int, int]:
-        """Fetches a file, or makes an empty one; returns its size and mtime_ns."""
+    def _get(self, name: str, content: bool) -> None:
+        """Fetches a file, or makes an empty one."""
         store, root = self._store()
         part, target = self.path.parent / FETCHED, self.path / name
         try:
@@ -368,7 +367,6 @@ class _Copy:
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-        return _stamp(target)
 
     def _remove_there(self, name: str) -> None:
         store, root = self._store()
@@ -388,35 +386,29 @@ class _Copy:
         import fsspec
 
         options = {"auto_mkdir": True} if self.url.startswith(("file:", "local:")) else {}
-        try:
-            with self._reaching("reached"):
-                return fsspec.core.url_to_fs(self.url, **options)
-        except _NoDriver as error:
-            raise ValueError(str(error)) from None
+        with self._reaching("reached"):
+            return fsspec.core.url_to_fs(self.url, **options)
 
     @contextmanager
     def _reaching(self, how: str, more: str = "") -> Iterator[None]:
-        """Whatever a driver raises is an OSError of one line that names the URL."""
+        """Whatever a driver raises is an OSError of one line that names the URL; ValueError if fsspec has no driver for
+        it, or not all that the driver needs."""
         try:
             yield
         except ImportError as error:
             missing = getattr(error.__cause__, "name", None)
-            raise _NoDriver(f"{self.url}: {error}{f': pip install {missing}' if missing else ''}") from None
+            raise ValueError(f"{self.url}: {error}{f': pip install {missing}' if missing else ''}") from None
         except Exception as error:
             if isinstance(error, ValueError) and "Protocol not known" in str(error):
-                said = "fsspec knows no such protocol; it knows s3, gs, abfs, file and others"
-                raise _NoDriver(f"{self.url}: {said}") from None
+                known = "fsspec knows no such protocol; it knows s3, gs, abfs, file and others"
+                raise ValueError(f"{self.url}: {known}") from None
             reason = " ".join((str(error) or type(error).__name__).split())
             raise OSError(f"{self.url} could not be {how} ({reason}){more}") from None
 
 
-class _NoDriver(OSError):
-    """fsspec has no driver for a URL, or not all that the driver needs."""
-
-
 def _copy_of(path: Path) -> _Copy | None:
     """The copy that this is, or is in."""
-    return next((_Copy(root, url) for root, url in list(urls.items()) if path == root or root in path.parents), None)
+    return next((_Copy(root, url) for root, url in list(urls.items()) if path.is_relative_to(root)), None)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -428,13 +420,6 @@ def _files(folder: Path) -> Iterator[Path]:
 def _stamp(file: Path) -> tuple[int, int]:
     status = file.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def _is_entry(of: tuple[Any, ...]) -> bool:
-    """Whether a file may have this in copy.json."""
-    there, *stamp = of or (None,)
-    counts = [type(number) is int and 0 <= number < 2**63 for number in stamp]
-    return isinstance(there, str) and len(stamp) == 2 and (all(counts) or stamp == [None, None])
 
 
 def _hidden(name: str) -> bool:
@@ -452,11 +437,8 @@ def _in_half_a_checkpoint(name: str, there: Collection[str]) -> bool:
 
 
 def _digests_last(names: Collection[str]) -> list[str]:
-    def order(name: str) -> tuple[int, str]:
-        last = Path(name).name
-        return MANIFESTS.index(last) if last in MANIFESTS else -1, name
-
-    return sorted(names, key=order)
+    order = {name: number for number, name in enumerate(MANIFESTS)}
+    return sorted(names, key=lambda name: (order.get(Path(name).name, -1), name))
 
 
 def _locks(folder: Path) -> list[Path]:

@@ -584,7 +584,7 @@ def test_what_a_driver_lacks_when_it_is_used(memory: Memory, monkeypatch: pytest
         raise ImportError("No module named 'snappy'")
 
     monkeypatch.setattr(MemoryFileSystem, "find", lacks)
-    with pytest.raises(OSError, match=f"^{URL}: No module named 'snappy'$"):
+    with pytest.raises(ValueError, match=f"^{URL}: No module named 'snappy'$"):
         fetch(URL)
 
 

@@ -92,7 +92,7 @@ def fused_loss(stage: Similarity, counter: Counter, query: Side, item: Side, exa
     """Stands in for a stage's sampled softmax; None if CUDA has no kernel for it."""
     T = len(examples.target_T)
     if isinstance(stage, Dot) and stage.dim <= WIDEST_DOT:
-        return _stand_in(counter, DOT_LOSS, (), torch.float32, *query, *item)
+        return _StandIn.apply(counter, DOT_LOSS, (), torch.float32, 0, *query, *item)
     if not isinstance(stage, MoL) or isinstance(stage, JointMoL):
         return None
     (_, U, C), I, H = query[0].shape, item[0].shape[1], len(stage.pair_parameters()[1])
@@ -100,9 +100,8 @@ def fused_loss(stage: Similarity, counter: Counter, query: Side, item: Side, exa
     if U * I > MOST_COMPONENTS or max(U, I) > MOST_OF_A_SIDE or H > MOST_HIDDEN or WIDEST_COMPONENT[dtype] < C:
         return None
     # Of each target's item, the backward has a gradient apart.
-    return _stand_in(
-        counter, MOL_LOSS, (), torch.float32, *query, *item, *stage.pair_parameters(), scratch=T * (I * C + U * I)
-    )
+    scratch = T * (I * C + U * I)
+    return _StandIn.apply(counter, MOL_LOSS, (), torch.float32, scratch, *query, *item, *stage.pair_parameters())
 
 
 class _StandIn(torch.autograd.Function):
@@ -133,22 +132,10 @@ class _StandIn(torch.autograd.Function):
         return None, None, None, None, None, *gradients
 
 
-def _stand_in(
-    counter: Counter,
-    kernels: tuple[int, int],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *inputs: Tensor | None,
-    scratch: int = 0,
-) -> Tensor:
-    given = [tensor for tensor in inputs if tensor is not None]
-    return _StandIn.apply(counter, kernels, shape, dtype, scratch, *given)
-
-
 def _projection(module: Projection, counter: Counter, x_RD: Tensor) -> Tensor:
     if module.gated is not None:
         both_RH = module.gated(x_RD)
-        x_RD = _stand_in(counter, NORM, (len(x_RD), both_RH.shape[1] // 2), both_RH.dtype, both_RH)
+        x_RD = _StandIn.apply(counter, NORM, (len(x_RD), both_RH.shape[1] // 2), both_RH.dtype, 0, both_RH)
     return module.output(x_RD).unflatten(-1, module.shape)
 
 
@@ -156,7 +143,7 @@ def _attention(module: sasrec.Attention, counter: Counter, q_TD: Tensor, x_TD: T
     T, D = x_TD.shape
     packed = torch.cat([module.query(q_TD), module.key_value(x_TD)], dim=1)
     if packing.shortest > 0 and D // module.heads % 8 == 0:
-        attended_TD = _stand_in(counter, FLASH, (T, D), packed.dtype, packed)
+        attended_TD = _StandIn.apply(counter, FLASH, (T, D), packed.dtype, 0, packed)
     else:
         packed_T3Gd = packed.view(T, 3, module.heads, D // module.heads)
         attended_TD = sasrec.attend_padded(packed_T3Gd, packing).reshape(T, D)
@@ -166,21 +153,21 @@ def _attention(module: sasrec.Attention, counter: Counter, q_TD: Tensor, x_TD: T
 def _semantic_attention(module: fuxi._Block, counter: Counter, packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     T, _, G, d = packed_T3Gd.shape
     bias_L = torch.zeros_like(module.position_L)
-    return _stand_in(counter, HSTU_ATTENTION, (T, G, d), packed_T3Gd.dtype, packed_T3Gd, bias_L)
+    return _StandIn.apply(counter, HSTU_ATTENTION, (T, G, d), packed_T3Gd.dtype, 0, packed_T3Gd, bias_L)
 
 
 def _hstu_block(module: hstu._Block, counter: Counter, x_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_TD.dtype
-    normed_TD = _stand_in(counter, NORM, tuple(x_TD.shape), dtype, x_TD)
+    normed_TD = _StandIn.apply(counter, NORM, x_TD.shape, dtype, 0, x_TD)
     raw = F.linear(normed_TD, torch.cat([module.value_query_key.weight, module.gate.weight]))
-    kernels = HSTU_UNIT if module.time_K is None else HSTU_UNIT_WITH_TIMES
-    biases = module.position_L, module.time_K
-    return x_TD + module.output(_stand_in(counter, kernels, tuple(x_TD.shape), raw.dtype, raw, *biases))
+    kernels, times = (HSTU_UNIT, ()) if module.time_K is None else (HSTU_UNIT_WITH_TIMES, (module.time_K,))
+    return x_TD + module.output(
+        _StandIn.apply(counter, kernels, x_TD.shape, raw.dtype, 0, raw, module.position_L, *times)
+    )
 
 
 def _scaled(module: MoL | Dot, counter: Counter, x: Tensor, scale: float) -> Tensor:
+    normalize, dtype = module.normalize if isinstance(module, Dot) else module.config.normalize, torch.float32
     if isinstance(module, MoL):
-        normalize, dtype = module.config.normalize, x.dtype
-    else:
-        normalize, dtype = module.normalize, torch.float32
-    return _stand_in(counter, NORM, tuple(x.shape), dtype, x) if normalize else x * scale
+        dtype = x.dtype
+    return _StandIn.apply(counter, NORM, x.shape, dtype, 0, x) if normalize else x * scale

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -53,7 +52,7 @@ from logitmix.trainer.evaluation.baselines import (
     users_of_both,
 )
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.evaluation.intervals import FEWEST, middle, over_seeds, resampled_means
+from logitmix.trainer.evaluation.intervals import FEWEST, middle, resampled
 from logitmix.trainer.loop import Job, require_apart, train_run
 from logitmix.trainer.metrics import METRICS, means
 from logitmix.trainer.run.agreement import facts_of
@@ -380,7 +379,11 @@ def _finish(
 ) -> dict[str, Any]:
     """`learned`: the runs of each method."""
     dataset, rules = evaluation.dataset, flatten(evaluation.config)
-    rows = [_simple_row(out, name) for name in simple]
+    rows = []
+    for name in simple:
+        of = read_results(out / name)
+        more = ("penalty", "penalties_tried", "fitted_users", "of_users")
+        rows.append(_row(name, False, of, of["validation"]) | {key: of[key] for key in more if key in of})
     rows += [_learned_row(name, [_of_run(run) for run in runs]) for name, runs in learned.items()]
     reference = max((row for row in rows if not row["learned"]), key=lambda row: row["validation"][CHOICE])["method"]
     users, ranks = read_test_users(out / reference), dict[str, Ints]()
@@ -422,12 +425,6 @@ def _finish(
     write_whole(out / "compare.json", json.dumps(found, indent=1) + "\n")
     write_whole(out / "compare.txt", shown(as_text(found)))
     return found
-
-
-def _simple_row(out: Path, name: str) -> dict[str, Any]:
-    results = read_results(out / name)
-    more = ("penalty", "penalties_tried", "fitted_users", "of_users")
-    return _row(name, False, results, results["validation"]) | {key: results[key] for key in more if key in results}
 
 
 def _of_run(run: Path) -> dict[str, Any]:
@@ -489,31 +486,24 @@ def with_intervals(ranks: Mapping[str, Ints], reference: str) -> dict[str, dict[
     same of its difference to the reference, and of CHOICE `users_that_differ` and the `standard_error` over the seeds,
     0 for one. The intervals are the middle 95 % of the resamples of the users, the same ones for all methods, and of
     each method's seeds."""
-    runs = [rank_U for rank_SU in ranks.values() for rank_U in rank_SU]
-    value_UM = np.stack([METRICS[of](rank_U) for of in SHOWN for rank_U in runs], axis=1).astype(float)
-    all_RM, first = resampled_means(value_UM), 0
-    values: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-    for number, (name, rank_SU) in enumerate(ranks.items()):
-        own = [np.arange(first, first + len(rank_SU)) + len(runs) * of for of in range(len(SHOWN))]
-        # The same seeds for all metrics.
-        drawn_RM = np.stack([over_seeds(all_RM[:, of], number) for of in own], axis=1)
-        values[name], first = (value_UM[:, np.stack(own)], drawn_RM), first + len(rank_SU)
-    base_UMS, base_RM = values[reference]
-    base_UM, at, found = base_UMS.mean(2), SHOWN.index(CHOICE), {}
-    for name, (value_UMS, mean_RM) in values.items():
-        own_UM, of_seeds = value_UMS.mean(2), value_UMS[:, at].mean(0)
-        found[name] = {
-            "test": _named(own_UM.mean(0), mean_RM),
-            "difference": _named(own_UM.mean(0) - base_UM.mean(0), mean_RM - base_RM),
-            "users_that_differ": int((own_UM[:, at] != base_UM[:, at]).sum()),
-            "standard_error": float(of_seeds.std(ddof=1) / len(of_seeds) ** 0.5) if len(of_seeds) > 1 else 0.0,
+    found: dict[str, dict[str, Any]] = {name: {"test": {}, "difference": {}} for name in ranks}
+    for metric in SHOWN:
+        value_of = {
+            name: np.stack([METRICS[metric](rank_U).astype(float) for rank_U in rank_SU], axis=1)
+            for name, rank_SU in ranks.items()
         }
+        # The same resamples of users and seeds for all metrics.
+        means_of = dict(zip(ranks, resampled(list(value_of.values())), strict=True))
+        base_U, base_R = means_of[reference]
+        for name, (own_U, own_R) in means_of.items():
+            of, mean = found[name], float(own_U.mean())
+            of["test"][metric] = [mean, *map(float, middle(own_R))]
+            of["difference"][metric] = [mean - float(base_U.mean()), *map(float, middle(own_R - base_R))]
+            if metric == CHOICE:
+                mean_S = value_of[name].mean(0)
+                of["users_that_differ"] = int((own_U != base_U).sum())
+                of["standard_error"] = float(mean_S.std(ddof=1) / len(mean_S) ** 0.5) if len(mean_S) > 1 else 0.0
     return found
-
-
-def _named(mean_M: NDArray[np.float64], mean_RM: NDArray[np.float64]) -> dict[str, list[float]]:
-    columns = zip(SHOWN, mean_M, *middle(mean_RM), strict=True)
-    return {metric: [float(of) for of in numbers] for metric, *numbers in columns}
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], reference: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from logitmix.trainer.config import conditions_of
-from logitmix.trainer.evaluation.intervals import FEWEST, Floats, middle, over_seeds, resampled_means
+from logitmix.trainer.evaluation.intervals import FEWEST, middle, resampled
 from logitmix.trainer.metrics import METRICS
 from logitmix.trainer.run.folder import MAY_CHANGE, read_description, read_settings, start_path
 from logitmix.trainer.run.metrics import read_rows
@@ -186,16 +186,12 @@ def differences(groups: Sequence[Group], metric: str) -> list[Difference | None]
     if at is None or metric not in METRICS or not (best := groups[at]).ranked:
         return found
     comparable = [group for group in groups if _comparable(group, best)]
-    runs = [run for group in comparable for run in group.ranked]
-    value_UM = np.stack(
-        [METRICS.find(metric)(run.ranks).astype(float) for run in runs if run.ranks is not None], axis=1
-    )
-    mean_RM = resampled_means(value_UM)
-    values: dict[int, tuple[Floats, Floats]] = {}
-    first = 0
-    for number, group in enumerate(comparable):
-        own = slice(first, first := first + len(group.ranked))
-        values[id(group)] = value_UM[:, own].mean(1), over_seeds(mean_RM[:, own], number)
+    metric_of = METRICS.find(metric)
+    of_runs = [
+        np.stack([metric_of(run.ranks).astype(float) for run in group.ranked if run.ranks is not None], axis=1)
+        for group in comparable
+    ]
+    values = dict(zip(map(id, comparable), resampled(of_runs), strict=True))
     best_U, best_R = values[id(best)]
     for place, group in enumerate(groups):
         if group is not best and id(group) in values:

@@ -46,7 +46,7 @@ from logitmix.trainer.parallel.sharded_rows import ShardedRows
 from logitmix.trainer.progress import counting
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.folder import read_config, require_same_dataset
+from logitmix.trainer.run.folder import read_config, require_same_dataset, said_of_code
 from logitmix.trainer.run.stages import chosen_run, final_run
 
 SAMPLE = 0
@@ -91,6 +91,8 @@ def evaluate_run(
     facts = facts_of("evaluate", config, dataset, split=split)
     with process_group(device, config.comm.timeout_seconds, facts, end_lost) as ranks:
         evaluation = Evaluation(config, limited(config, dataset), ranks)
+        if line := said_of_code(run):
+            tell(evaluation.said, line)
         if line := said_of_limit(config, evaluation.dataset):
             tell(evaluation.said, f"items: {line}")
         model = load_saved(run, ranks=ranks)

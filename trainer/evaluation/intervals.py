@@ -3,6 +3,8 @@
 Axes: U users, M numbers of a user (of runs or methods, and metrics), R resamples.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,13 +15,6 @@ FEWEST = 6
 Floats = NDArray[np.float64]
 
 
-def resampled_means(value_UM: Floats) -> Floats:
-    """Means [R, M] over as many users as there are, drawn with replacement: the same ones for all M."""
-    random, U = np.random.default_rng(0), len(value_UM)
-    counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
-    return np.stack([count_U @ value_UM for count_U in counts]) / U
-
-
 def over_seeds(mean_RM: Floats, seed: int) -> Floats:
     """Means [R] over as many runs as there are, drawn with replacement: what other seeds of a group of runs could have
     given. `seed`: another one for each group. Draws lie closer to the mean of M runs than other runs would, their
@@ -28,6 +23,19 @@ def over_seeds(mean_RM: Floats, seed: int) -> Floats:
     center_R = mean_RM.mean(1)
     drawn_R: Floats = np.take_along_axis(mean_RM, random.integers(0, M, (R, M)), axis=1).mean(1)
     return center_R + (drawn_R - center_R) * np.sqrt(M / max(M - 1, 1))
+
+
+def resampled(groups: Sequence[Floats]) -> list[tuple[Floats, Floats]]:
+    """Of groups of runs, each with its runs' numbers of the users [U, M]: the means over the runs [U], and their means
+    over resamples [R] of the users, the same ones for all groups, and of the group's runs."""
+    value_UM, random, found, first = np.concatenate(groups, axis=1), np.random.default_rng(0), [], 0
+    U = len(value_UM)
+    counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
+    mean_RM = np.stack([count_U @ value_UM for count_U in counts]) / U
+    for number, value_UM in enumerate(groups):
+        own = slice(first, first := first + value_UM.shape[1])
+        found.append((value_UM.mean(1), over_seeds(mean_RM[:, own], number)))
+    return found
 
 
 def middle(mean_R: Floats) -> Floats:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from logitmix.common.messages import shown
 from logitmix.modules.config import plugins_of
 from logitmix.modules.schema import ITEM
@@ -53,8 +55,34 @@ def read_facts(run: Path, config: Config, step: int, dataset: str, validation: M
 
 def write_card(staging: Path, about: About, entries: Entries, facts: Facts, raw_ids: Sequence[str]) -> Entries:
     """Writes the card of an export with these other files; `raw_ids`: a few, for the example."""
-    parts = (_head(about), _use(about, raw_ids), _metrics(facts), _training(about, facts), _settings(facts))
-    return _write(staging, about, entries, "\n".join(parts))
+    plain = raw_ids and all(re.fullmatch(r"[\w.-]+", raw_id) for raw_id in raw_ids)
+    ids, config = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"], facts.config
+    dims = about.schema.dims(about.model.dim)
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True)
+    templates.filters |= {"code": _code}
+    text = templates.get_template("card.md.jinja").render(
+        about=about,
+        config=config,
+        facts=facts,
+        dataset=json.loads(facts.dataset),
+        digest=hashlib.sha256(facts.dataset.encode()).hexdigest(),
+        features=[of for of in about.schema.features if of.name != ITEM],
+        ids=json.dumps(ids),
+        history=shlex.quote(",".join(ids)),
+        plugins=[f"{_code(name)} ({version})" for name, version in plugins_of(about.model, about.schema).items()],
+        metrics=_metrics(facts),
+        tower=sum(map(math.prod, weight_shapes(about.model, about.schema).values())),
+        tables=sum(table.rows * dims[table.name] for table in about.schema.tables),
+        # Paths without the folders of one machine.
+        toml=dump_toml(
+            replace(
+                config,
+                warm_start=Path(config.warm_start).name,
+                data=replace(config.data, path=Path(config.data.path).name),
+            )
+        ).strip(),
+    )
+    return _write(staging, about, entries, text)
 
 
 def renew_card(staging: Path, about: About, entries: Entries, text: str) -> Entries:
@@ -68,78 +96,16 @@ def _write(staging: Path, about: About, entries: Entries, before: str) -> Entrie
     return writer.extra_entry(staging, CARD)
 
 
-def _head(about: About) -> str:
-    model = about.model
-    similarity, encoder = model.similarity.kind, model.encoder.kind
-    tags = ["recommendation", "retrieval", similarity, encoder]
-    stage1 = f" An h-indexer of width {model.hindexer.dim} selects what it ranks." if model.hindexer.weight > 0 else ""
-    return (
-        "---\nlibrary_name: logitmix\ntags:\n" + "".join(f"- {tag}\n" for tag in tags) + "---\n\n"
-        f"# {_code(about.source.run)}\n\n"
-        f"A retrieval model, trained with logitmix on the dataset {_code(about.source.dataset)}: it takes a user's "
-        f"history and ranks the items by what comes next. The encoder is {encoder} over the last "
-        f"{model.encoder.max_length} items, of width {model.dim}; the similarity is of kind {similarity}.{stage1}\n"
-    )
-
-
-def _use(about: About, raw_ids: Sequence[str]) -> str:
-    plain = raw_ids and all(re.fullmatch(r"[\w.-]+", raw_id) for raw_id in raw_ids)
-    ids = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"]
-    features = [[_code(of.name), of.owner, of.kind] for of in about.schema.features if of.name != ITEM]
-    inputs = _table(["feature", "of", "kind"], features)
-    plugins = [f"{_code(name)} ({version})" for name, version in plugins_of(about.model, about.schema).items()]
-    needs = f"Import its plugins first, or give them with `--import`: {', '.join(plugins)}.\n\n" if plugins else ""
-    return (
-        "## Use\n\n```python\nfrom logitmix.serving.retriever import Retriever\n\n"
-        f'retriever = Retriever.load("DIR")  # this directory\nprint(retriever.rows({json.dumps(ids)}, k=10))\n```\n\n'
-        f"    logitmix retrieve DIR --history {shlex.quote(','.join(ids))} -k 10\n\n"
-        + needs
-        + (f"Features, besides the items' ids:\n\n{inputs}" if features else "It uses the items' ids alone.\n")
-    )
-
-
-def _metrics(facts: Facts) -> str:
-    own = [
-        name for name in {**facts.validation, **facts.test} if name.partition("/")[0] not in (*COMPARED_WITH, "groups")
-    ]
+def _metrics(facts: Facts) -> list[list[str]]:
+    """The rows of a table, its head first; empty if nothing was measured."""
+    every = {**facts.validation, **facts.test}
+    own = [name for name in every if name.partition("/")[0] not in (*COMPARED_WITH, "groups")]
     baselines = [name for name in COMPARED_WITH if any(key.startswith(f"{name}/") for key in facts.test)]
-    if not own:
-        return "## Metrics\n\nThis checkpoint was not evaluated.\n"
     columns = {"validation": (facts.validation, ""), "test": (facts.test, "")}
     columns |= {f"test, {COMPARED_WITH[name]}": (facts.test, f"{name}/") for name in baselines}
     shown = {head: of for head, of in columns.items() if of[0]}
     rows = [[name, *(_number(of.get(prefix + name)) for of, prefix in shown.values())] for name in own]
-    missing = "" if facts.test else "The test metrics are those of another checkpoint, or not computed yet. "
-    return (
-        f"## Metrics\n\n{missing}The whole corpus is ranked; hr@k is the share of users whose held-out item is among "
-        f"the first k.\n\n{_table(['metric', *shown], rows)}"
-    )
-
-
-def _training(about: About, facts: Facts) -> str:
-    dataset, config = json.loads(facts.dataset), facts.config
-    tower = sum(map(math.prod, weight_shapes(about.model, about.schema).values()))
-    dims = about.schema.dims(about.model.dim)
-    tables = sum(table.rows * dims[table.name] for table in about.schema.tables)
-    facts_of = {
-        "run, step": f"{_code(about.source.run)}, {about.source.step:,}",
-        "seed": str(config.train.seed),
-        "precision": f"{config.train.precision} in training, FP32 weights",
-        "parameters": f"{tower:,} in the towers, {tables:,} in tables",
-        "dataset": _code(about.source.dataset),
-        "users, items, actions": ", ".join(f"{dataset[key]:,}" for key in ("users", "items", "actions")),
-        "sha256 of its dataset.json": _code(hashlib.sha256(facts.dataset.encode()).hexdigest()),
-        "held out": config.data.split,
-    }
-    return f"## Training\n\n{_table(['', ''], [[name, value] for name, value in facts_of.items()])}"
-
-
-def _settings(facts: Facts) -> str:
-    # Paths without the folders of one machine.
-    config = facts.config
-    data = replace(config.data, path=Path(config.data.path).name)
-    toml = dump_toml(replace(config, warm_start=Path(config.warm_start).name, data=data))
-    return f"All settings:\n\n```toml\n{toml.strip()}\n```\n"
+    return [["metric", *shown], ["---"] * (1 + len(shown)), *rows] if own else []
 
 
 def _holdings(about: About, entries: Entries) -> str:
@@ -162,11 +128,6 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _code(text: str) -> str:
+def _code(text: object) -> str:
     """A name as Markdown shows it, whatever it holds."""
     return "`" + re.sub(r"[`|\n\t]", " ", shown(text)) + "`"

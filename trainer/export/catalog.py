@@ -103,11 +103,6 @@ class Plan:
     """Of the new export."""
     counts: dict[str, int]
 
-    @property
-    def changes(self) -> bool:
-        """Whether there is anything to write."""
-        return any(self.counts[what] for what in ("added", "changed", "removed"))
-
 
 def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -> Plan:
     """What a catalog changes of an export. Raises ValueError if the table or the file cannot be read, for values that
@@ -177,10 +172,9 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
 
 def in_words(counts: Mapping[str, int]) -> str:
     """What a plan does, for people to read."""
-    numbers = {name: f"{count:,}" for name, count in counts.items()}
-    return "items: {added} added, {changed} changed, {unchanged} unchanged, {removed} removed, {num_items} now".format(
-        **numbers
-    )
+    return (
+        "items: {added:,} added, {changed:,} changed, {unchanged:,} unchanged, {removed:,} removed, {num_items:,} now"
+    ).format(**counts)
 
 
 def read_ids(file: str, flag: str, of: str) -> list[str]:
@@ -319,7 +313,12 @@ def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path
     bounds, entries, added = _bounds(contents), Entries(), 0
 
     def link(old: str, name: str) -> None:
-        _link(directory / old, staging / name)
+        (staging / name).parent.mkdir(exist_ok=True)
+        try:
+            os.link(directory / old, staging / name)
+        except OSError:
+            # If the file system has no links.
+            shutil.copyfile(directory / old, staging / name)
         entries[name] = files[old]
 
     for name in files:
@@ -362,23 +361,14 @@ def _computed(contents: Contents, rows: _Rows, places: range) -> list[dict[str, 
 
 def _write_ids(staging: Path, about: About, contents: Contents, plan: Plan) -> Entries:
     new, raw_ids = iter(plan.changed[-1].ids), contents.raw_ids
-    ids = [next(new) if place == ABSENT else raw_ids[place] for part in plan.parts for place in part.tolist()]
+    places = [place for part in plan.parts for place in part.tolist()]
+    ids = [next(new) if place == ABSENT else raw_ids[place] for place in places]
     shown = None
     if contents.titles is not None or plan.titles:
         before = contents.titles or [""] * len(raw_ids)
-        places = [place for part in plan.parts for place in part.tolist()]
         old = ["" if place == ABSENT else before[place] for place in places]
         shown = Texts.of([plan.titles.get(raw_id, title) for raw_id, title in zip(ids, old, strict=True)])
     return writer.write_ids(staging, about, in_order(texts_of(pa.chunked_array([ids])), "raw_ids name an item"), shown)
-
-
-def _link(old: Path, new: Path) -> None:
-    new.parent.mkdir(exist_ok=True)
-    try:
-        os.link(old, new)
-    except OSError:
-        # If the file system has no links.
-        shutil.copyfile(old, new)
 
 
 def texts_of(column: pa.ChunkedArray) -> Texts:

@@ -1,6 +1,7 @@
 """The items' columns that an export keeps for filters, of the dataset or of a table."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -105,20 +106,11 @@ def new_items(dataset: Dataset) -> tuple[NDArray[np.bool_], float] | None:
     return is_new, float(is_new[dataset.items_flat[time_T > since]].mean())
 
 
-class AsNeeded(Mapping[str, Column]):
-    """Columns that are read when a condition names them."""
-
-    def __init__(self, columns: Mapping[str, pa.Array]) -> None:
-        self._columns = columns
+class AsNeeded(UserDict[str, Any]):
+    """Arrow's columns, of which each becomes a Column when a condition names it."""
 
     def __getitem__(self, name: str) -> Column:
-        return column_of(name, self._columns[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        return column_of(name, super().__getitem__(name))
 
 
 def updated(

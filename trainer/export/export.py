@@ -62,6 +62,7 @@ from logitmix.trainer.run.folder import (
     require_one_host,
     require_same_dataset,
     require_shared,
+    said_of_code,
     start_path,
     upload_run,
 )
@@ -152,21 +153,27 @@ def export(
     with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
         model = load_saved(final, which, ranks)
         dataset = limited(config, dataset)
-        if ranks.rank == 0 and (line := said_of_limit(config, dataset)):
-            say(f"items: {line}")
-        source = Source(run.resolve().name, model.step, dataset.name)
-        exclude_history = excludes_history(model.config, dataset)
+        tell = say if ranks.rank == 0 else lambda line: None
+        if line := said_of_code(final):
+            tell(line)
+        if line := said_of_limit(config, dataset):
+            tell(f"items: {line}")
         schema = served_schema(model.tower.schema)
-        items, tell = catalog.items if catalog else "", say if ranks.rank == 0 else lambda line: None
-        columns = filter_columns(filterable, dataset, items, tell) if filterable else {}
+        columns = filter_columns(filterable, dataset, catalog.items if catalog else "", tell) if filterable else {}
         if ACTIONS not in columns:
             # It says what is popular, for requests of which nothing is known.
             columns |= filter_columns([ACTIONS], dataset, "", tell)
         if filterable is not None and not filterable and (could := ",".join(dataset_columns(dataset))):
             tell(f"requests cannot filter by features of the items; this export can keep --filterable {could}")
-        kinds = {name: column.kind for name, column in columns.items()}
         about = About(
-            model.config.model, source, model.num_items, exclude_history, schema, item_cache, precision, kinds
+            model.config.model,
+            Source(run.resolve().name, model.step, dataset.name),
+            model.num_items,
+            excludes_history(model.config, dataset),
+            schema,
+            item_cache,
+            precision,
+            {name: column.kind for name, column in columns.items()},
         )
         vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset), model)
         encoders = encoders_of(dataset.path, schema).items()
@@ -175,8 +182,8 @@ def export(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary, columns, projections
         )
         facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
-        if ranks.rank == 0 and model.tower.schema.of("item") and (line := about_new_items(about)):
-            say(line)
+        if model.tower.schema.of("item") and (line := about_new_items(about)):
+            tell(line)
         with ExitStack() as held:
             held.enter_context(naming(out))
 
@@ -306,17 +313,15 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
 def about_new_items(about: About) -> str:
     """Why items that are added to an export may hardly be recommended; empty where nothing speaks against it. Without
     dropout it depends on how much the features say (benchmarks/notes/features.md)."""
+    why, flags = "was trained without item-id dropout, so new items may", ""
     if not about.schema.of("item"):
-        return (
-            "the model uses no features of items, so to it all new items are the same, and they will hardly be "
-            "recommended: train with --model.features and --model.item-id-dropout 0.1"
+        why, flags = (
+            "uses no features of items, so to it all new items are the same, and they will",
+            "--model.features and ",
         )
-    if about.model.item_id_dropout == 0:
-        return (
-            "the model was trained without item-id dropout, so new items may hardly be recommended: train with "
-            "--model.item-id-dropout 0.1"
-        )
-    return ""
+    elif about.model.item_id_dropout > 0:
+        return ""
+    return f"the model {why} hardly be recommended: train with {flags}--model.item-id-dropout 0.1"
 
 
 def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:
@@ -410,18 +415,16 @@ def _estimated(
 
 
 def _write_texts(about: About, dataset: DatasetItems, staging: Path) -> Entries:
-    names = [table.name for table in about.schema.tables if table.name != ITEM]
     vocabularies = {
-        name: in_order(texts_of(dataset.vocabulary(name)), f"vocabulary {name} names a value", blanks=True)
-        for name in names
+        table.name: in_order(texts_of(dataset.vocabulary(table.name)), f"vocabulary {table.name} names a value", True)
+        for table in about.schema.tables
+        if table.name != ITEM
     }
     entries = writer.write_vocabularies(staging, about, vocabularies) | writer.write_columns(staging, dataset.columns)
     projections = {name: torch.from_numpy(of) for name, of in dataset.projections.items()}
     entries |= writer.write_projections(staging, about, projections)
-    column = dataset.titles()
-    shown = None if column is None else texts_of(column)
-    raw_ids = in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")
-    return entries | writer.write_ids(staging, about, raw_ids, shown)
+    titles, raw_ids = dataset.titles(), in_order(texts_of(dataset.raw_ids()), "raw_ids name an item")
+    return entries | writer.write_ids(staging, about, raw_ids, None if titles is None else texts_of(titles))
 
 
 def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
@@ -430,8 +433,7 @@ def _shard_bounds(about: About, columns: Mapping[str, Column]) -> list[int]:
         types = item_types(about.model, about.schema, LANES, about.precision).values()
         item_bytes += -(-sum(dtype.itemsize * math.prod(shape) for dtype, shape in types) // LANES)
     if about.holds_inputs:
-        own = [columns[feature.name] for feature in about.schema.of("item")]
-        of_all = sum(column.nbytes for column in own)
+        of_all = sum(columns[feature.name].nbytes for feature in about.schema.of("item"))
         item_bytes += 4 * about.schema.dims(about.model.dim)[ITEM] + of_all // about.num_items
     # Whole blocks of the INT8 corpus.
     rows = max(1, SHARD_BYTES // item_bytes // LANES) * LANES

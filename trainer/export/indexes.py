@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,28 +41,16 @@ EF = 1024
 Index = Literal["faiss", "faiss_hnsw", "faiss_ivfpq", "vectors"]
 
 
-class Vectors(Protocol):
-    """Where the vectors of all items go, in the order of the items."""
-
-    def add(self, vector_NH: Tensor) -> None:
-        """FP32, of the next items."""
-
-
-Making = Callable[[Path, Contents, Callable[[], Iterator[Tensor]]], AbstractContextManager[Vectors]]
+Making = Callable[[Path, Contents, Callable[[], Iterator[Tensor]]], AbstractContextManager[Callable[[Tensor], None]]]
 """Makes a file of vectors, which is complete when the context ends: from its path, the export and a function that
-yields all vectors, chunk by chunk, for what is trained on them."""
-
-
-class _Faiss:
-    def __init__(self, index: Any) -> None:
-        self.index = index
-
-    def add(self, vector_NH: Tensor) -> None:
-        self.index.add(vector_NH.numpy())
+yields all vectors, chunk by chunk, for what is trained on them. The context takes the FP32 vectors [N, H] of the next
+items."""
 
 
 @contextmanager
-def _in_faiss(kind: str, file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]) -> Iterator[_Faiss]:
+def _in_faiss(
+    kind: str, file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]
+) -> Iterator[Callable[[Tensor], None]]:
     """An index of inner products, whose ids are the items' indices. OSError if the disk is full."""
     import faiss
 
@@ -78,7 +66,7 @@ def _in_faiss(kind: str, file: Path, contents: Contents, vectors: Callable[[], I
             index.hnsw.efSearch = EF
         else:
             index = _trained_ivfpq(faiss, H, X, vectors)
-        yield _Faiss(index)
+        yield lambda vector_NH: index.add(vector_NH.numpy())
     finally:
         faiss.omp_set_num_threads(threads)
     try:
@@ -108,26 +96,21 @@ def _trained_ivfpq(faiss: Any, H: int, X: int, vectors: Callable[[], Iterator[Te
     return index
 
 
-class _Parquet:
-    def __init__(self, file: pq.ParquetWriter, ids: Iterator[str]) -> None:
-        self.file, self.ids = file, ids
-        self.count = 0
-
-    def add(self, vector_NH: Tensor) -> None:
-        N, H = vector_NH.shape
-        index = pa.array(range(self.count, self.count + N), pa.int64())
-        ids = pa.array([next(self.ids) for _ in range(N)], pa.string())
-        vector = pa.FixedSizeListArray.from_arrays(pa.array(vector_NH.flatten().numpy()), H)
-        self.file.write_batch(pa.record_batch([index, ids, vector], schema=self.file.schema))
-        self.count += N
-
-
 @contextmanager
-def _in_parquet(file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]) -> Iterator[_Parquet]:
+def _in_parquet(
+    file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]
+) -> Iterator[Callable[[Tensor], None]]:
     H = next(vectors()).shape[1]
     schema = pa.schema({"item": pa.int64(), "id": pa.string(), "vector": pa.list_(pa.float32(), H)})
+    rows = enumerate(contents.raw_ids)
+
+    def add(vector_NH: Tensor) -> None:
+        index, ids = zip(*islice(rows, len(vector_NH)), strict=True)
+        vector = pa.FixedSizeListArray.from_arrays(pa.array(vector_NH.flatten().numpy()), H)
+        parquet.write_batch(pa.record_batch([pa.array(index), pa.array(ids), vector], schema=schema))
+
     with pq.ParquetWriter(file, schema, compression="none") as parquet:
-        yield _Parquet(parquet, iter(contents.raw_ids))
+        yield add
 
 
 INDEXES: Mapping[Index, tuple[str, Making]] = {
@@ -165,9 +148,9 @@ def write_index(kind: Index, staging: Path, contents: Contents) -> Entries:
     entries, (end, making) = Entries(), INDEXES[kind]
     for stage in _stages(contents.about.model):
         file = staging / f"{stage}{end}"
-        with making(file, contents, partial(_vectors, contents, stage)) as made:
+        with making(file, contents, partial(_vectors, contents, stage)) as add:
             for vector_NH in _vectors(contents, stage):
-                made.add(vector_NH)
+                add(vector_NH)
         entries |= writer.extra_entry(staging, file.name)
     return entries
 

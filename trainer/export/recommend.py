@@ -11,7 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from logitmix.comm.collectives import on_all_ranks, on_first_rank
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import json_digest
-from logitmix.common.files import naming, only_writer, sync, write_whole, writing_whole
+from logitmix.common.files import only_writer, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
@@ -133,29 +133,23 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
     torch.set_num_threads(threads)
     tell = say if ranks.rank == 0 else lambda line: None
     retriever = Retriever.load(place)
-    options = asked.options
     dataset = None if asked.similar_items else load_dataset(asked.data)
     histories = _OfUsers(retriever, dataset, tell) if dataset else _OfItems(retriever)
     chosen = _chosen(asked.users, dataset, tell) if dataset else np.arange(retriever.num_items)
-    try:
+    with _resumable(asked.parts) if ranks.rank == 0 else nullcontext():
         retriever.filters.require_limit(asked.limit)
-        if options.boost_new and not histories.new:
+        if asked.options.boost_new and not histories.new:
             raise ValueError("--boost-new needs users whose dataset states the unit of its times; leave it out")
-        new = Allowed.of(histories.new[0]) if options.boost_new and histories.new else None
+        new = Allowed.of(histories.new[0]) if asked.options.boost_new and histories.new else None
         wanted = retriever.wanted_row(asked.want) if asked.want else None
         only = _only(asked, retriever, dataset, tell) if asked.items or asked.where else None
-    except ValueError:
-        if ranks.rank == 0 and not any(asked.parts.glob("*.arrow")):
-            shutil.rmtree(asked.parts, ignore_errors=True)
-        raise
     asked = _with_stage_1(asked, retriever, only, tell)
-    options = asked.options
     job = {
         "export": retriever.digest,
         "dataset": json_digest(dataset.identity()) if dataset else "",
         "of": hashlib.sha256(chosen.tobytes()).hexdigest(),
         "only": "" if only is None else hashlib.sha256(only.bits.tobytes()).hexdigest(),
-        "options": asdict(options),
+        "options": asdict(asked.options),
         "limit": asked.limit,
         "want": asked.want,
     }
@@ -171,10 +165,10 @@ def recommend(place: Path, asked: Asked, ranks: Ranks, threads: int = 1) -> dict
         def work() -> None:
             with counting(histories.of, sum(len(blocks[number]) for number in missing), ranks.rank == 0) as advance:
                 for number in missing[ranks.rank :: ranks.world_size]:
-                    _write_part(
-                        asked.parts / _PART.format(number),
-                        _answers(retriever, histories, blocks[number], asked, only, new, wanted),
-                    )
+                    found = _answers(retriever, histories, blocks[number], asked, only, new, wanted)
+                    part = asked.parts / _PART.format(number)
+                    with writing_whole(part) as file, pa.ipc.new_file(file.buffer, _SCHEMA) as writer:
+                        writer.write_table(found)
                     advance(len(blocks[number]) * ranks.world_size)
 
         on_all_ranks(work, ranks)
@@ -323,20 +317,6 @@ def _answers(
     return pa.table([pa.array(of, field.type) for of, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
 
 
-def _write_part(file: Path, table: pa.Table) -> None:
-    """Writes a part whole, or not at all. OSError that names it if the disk is full."""
-    staging = file.with_suffix(".part")
-    try:
-        with naming(file):
-            with pa.ipc.new_file(staging, _SCHEMA) as writer:
-                writer.write_table(table)
-            sync(staging)
-            staging.replace(file)
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
-
-
 def _finish(
     asked: Asked, histories: "_OfUsers | _OfItems", retriever: Retriever, blocks: Sequence[Ints]
 ) -> dict[str, int]:
@@ -367,8 +347,12 @@ def _finish(
     if short:
         nothing = f"{none:,} of them none, " if none else ""
         say(f"{short:,} {histories.of} get fewer than {k:,} items, {nothing}such as {example!r}")
-    if line := histories.said_of_new(count_X):
-        say(line)
+    is_new, of_actions = histories.new or (np.zeros(0, bool), 0.0)
+    if is_new.any() and count_X.any():
+        say(
+            f"{count_X[is_new].sum() / count_X.sum():.1%} of what is recommended are items of the last week "
+            f"({int(is_new.sum()):,}), which have {of_actions:.1%} of that week's actions"
+        )
     shutil.rmtree(asked.parts)
     return {histories.of: sum(map(len, blocks)), "rows": rows}
 
@@ -426,16 +410,6 @@ class _OfUsers:
         is_new[self._item_X[there]] = found[0][there]
         return is_new, found[1]
 
-    def said_of_new(self, count_X: Ints) -> str:
-        """What share of the recommendations, by item of the export, is of new items; empty where there are none."""
-        if self.new is None or not self.new[0].any() or not count_X.any():
-            return ""
-        is_new, of_actions = self.new
-        return (
-            f"{count_X[is_new].sum() / count_X.sum():.1%} of what is recommended are items of the last week "
-            f"({int(is_new.sum()):,}), which have {of_actions:.1%} of that week's actions"
-        )
-
     def read(self, user_B: Ints, exclude: bool) -> Iterator[Read]:
         dataset, L = self._dataset, self._retriever.config.encoder.max_length
         first_B, last_B = dataset.offsets[user_B], dataset.offsets[user_B + 1]
@@ -490,9 +464,6 @@ class _OfItems:
         return np.ones(len(item_B), np.int64)
 
     new = None
-
-    def said_of_new(self, count_X: Ints) -> str:
-        return ""
 
     def read(self, item_B: Ints, exclude: bool) -> Iterator[Read]:
         items = item_B.tolist()

@@ -29,7 +29,7 @@ def update_items(directory: Path, catalog: Catalog, said: Console | None = None)
             plan = planned(contents, catalog, said)
             if said and plan.counts["added"] and (line := about_new_items(contents.about)):
                 tell(said, line)
-            if plan.changes:
+            if any(plan.counts[what] for what in ("added", "changed", "removed")):
                 _write(directory, contents, plan)
         push(directory)
     return plan.counts

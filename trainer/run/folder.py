@@ -128,7 +128,7 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> str:
         said, now = "", code()
         if checkpoint_paths(run):
             require_same(run, config, dataset)
-            said = _said_of_code(run, now)
+            said = said_of_code(run, "goes on with other code than before")
         write_checksummed(run / "dataset.json", dataset.description())
         write_checksummed(run / "config.toml", dump_toml(config))
         write_checksummed(run / CODE, json.dumps(now, indent=1) + "\n")
@@ -137,16 +137,16 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> str:
     return on_first_rank(start, ranks)
 
 
-def _said_of_code(run: Path, now: Mapping[str, str]) -> str:
-    """In which the code of a run was another one, when it was last started; "" if in nothing. ValueError if the file is
-    damaged."""
+def said_of_code(run: Path, verdict: str = "was trained by other code than this") -> str:
+    """Returns a line that begins with the run and the verdict if its code was another one when it was last started, or
+    if that is not known; else "". ValueError if the file is damaged."""
     if not (run / CODE).exists():
         return f"{run} has no {CODE}: whether it began with this code is not known"
-    differ = [cut(line, 160) for line in changed(read_code(run), now).values()]
+    differ = [cut(line, 160) for line in changed(read_code(run), code()).values()]
     if not differ:
         return ""
     more = f"; and {len(differ) - NAMED} more" if len(differ) > NAMED else ""
-    return f"{run} goes on with other code than before: {'; '.join(differ[:NAMED])}{more}"
+    return f"{run} {verdict}: {'; '.join(differ[:NAMED])}{more}"
 
 
 def read_config(run: Path) -> Config:

@@ -1,6 +1,7 @@
 """The page is well-formed XML after its doctype; what it shows is checked by what the runs hold."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,24 @@ import pytest
 from small_data import made_run, small_config, write_dataset
 
 from logitmix.trainer import cli
-from logitmix.trainer.commands.charts import POINTS, chart, thinned, ticks
+from logitmix.trainer.commands.charts import POINTS, chart, thinned
 from logitmix.trainer.commands.groups import Run, differences, differing, grouped, short_names, verdict
 from logitmix.trainer.commands.report_page import wilson, write_report
 from logitmix.trainer.loop import train
 from logitmix.trainer.metrics import means
+from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import beside_baselines
 
 pytestmark = pytest.mark.long
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parsed(out: Path) -> ElementTree.Element:
     text = out.read_text()
     assert text.startswith("<!DOCTYPE html>\n")
+    named = re.sub(r' xmlns(:xlink)?="[^"]*"|url\(#', "", text)  # namespaces, and what is on the page
     for outside in ("http", "<script", "<link", "src=", "@import", "url("):
-        assert outside not in text
+        assert outside not in named
     return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
 
 
@@ -58,9 +62,9 @@ def test_a_trained_run_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixt
     assert charts[:2] == ["training loss", "training loss"]
     assert charts[2:8] == [f"validation {name}" for name in ("hr@10", "hr@200", "mrr") for _ in range(2)]
     assert "gates: entropy" in charts
-    # 8 rows of training, 2 of validation: no chart is empty.
-    curves = [line.attrib["points"].count(",") for line in page.iter("polyline")]
-    assert curves == [8, 8, 2, 2, 2, 2, 2, 2, 8, 8, 8]
+    assert len(list(page.iter(f"{SVG}svg"))) == len(charts) == 11
+    best = max(row["mrr"] for row in read_rows(tmp_path / "run", "validation"))
+    assert texts(page, f"{SVG}text").count(f"{best:.4g}") == 2
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
@@ -107,7 +111,8 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     )
     note = "Of the best checkpoint on validation (of a run without a validation part: the last), over the whole corpus."
     assert any(text.startswith(note) for text in texts(page, "p"))
-    assert texts(metrics, "strong") == ["0.2500 [0.1578, 0.3723]", "0.1000"]
+    best = ["".join(span.itertext()) for span in metrics.iter("span") if span.get("class") == "best"]
+    assert best == ["0.2500", "0.1000"]
     rows_shown = texts(page, "tr")
     assert f"{runs[3]}itemforward2.00.250-" in rows_shown
     assert f"{runs[0]} + 2recommended25.0%50.0%25.0%60.0%" in rows_shown
@@ -225,9 +230,15 @@ def test_what_stands_beside_several_runs_shows_whose_it_is(tmp_path: Path) -> No
         runs.append(made_run(tmp_path / f"run{number}", [], {"dense.lr": 0.1 + number}, results=results))
     write_report(runs, tmp_path / "out.html")
     metrics = list(parsed(tmp_path / "out.html").iter("table"))[1]
-    colors = [[span.attrib["class"] for span in head.iter("span")] for head in metrics.iter("th")]
-    assert texts(metrics, "th")[4:] == ["popularity", "popularity", "peeked: best on test", "peeked: best on test"]
-    assert colors[4:] == [["swatch r0", "swatch r2"], ["swatch r1"], ["swatch r1"], ["swatch r2"]]
+    heads, peeked = list(metrics.iter("th"))[4:], "peeked: best on test"
+    colors = ["".join(re.findall(r"--c(\d)", span.get("style", ""))) for head in heads for span in head.iter("span")]
+    assert texts(metrics, "th")[4:] == [
+        f"popularity of {runs[0]}, {runs[2]}",
+        f"popularity of {runs[1]}",
+        f"{peeked} of {runs[1]}",
+        f"{peeked} of {runs[2]}",
+    ]
+    assert [color for color in colors if color] == ["0", "2", "1", "1", "2"]
 
 
 def test_the_time_of_a_step_leaves_out_the_first_row_and_its_steps(tmp_path: Path) -> None:
@@ -242,7 +253,8 @@ def test_the_time_of_a_step_leaves_out_the_first_row_and_its_steps(tmp_path: Pat
 def test_without_a_finished_run_there_are_no_test_metrics(tmp_path: Path) -> None:
     write_report([made_run(tmp_path / "run", [training_row(1)], {})], tmp_path / "out.html")
     said = texts(parsed(tmp_path / "out.html"), "p")
-    assert "No run has finished yet." in said and "nothing yet" in said
+    assert "No run has finished yet." in said
+    assert "validation mrrnothing yet" in texts(parsed(tmp_path / "out.html"), "figure")
 
 
 def test_time_follows_from_the_seconds_of_the_steps(tmp_path: Path) -> None:
@@ -279,22 +291,21 @@ def test_wilson() -> None:
     assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (3, 3), (0, 0), (-2, 17), (1e-7, 3e-7), (12_345, 99_999)])
-def test_ticks_are_round_and_around_all_values(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 8
-    assert found[0] <= low + 1e-15 and high <= found[-1] + 1e-15
-    step = found[1] - found[0]
-    assert f"{step:.1e}"[0] in "125"
-
-
 def test_a_chart_leaves_out_what_is_not_finite_and_thins_what_is_long() -> None:
+    """The best point has its value, and what a page does not color is light or dark with it."""
     nan = float("nan")
-    assert chart("t", "step", [(0, [(1, 2.0), (2, nan), (3, 4.0)])]).count("<circle") == 2
-    assert "nothing yet" in chart("t", "step", [(0, [(1, nan)]), (1, [])])
+    drawn = ElementTree.fromstring(chart("step", [(0, [(1, 0.5)]), (9, [(1, 2.0), (2, nan), (3, 4.125)])], max))
+    assert [(text.text, "var(--c1)" in text.get("style", "")) for text in drawn.iter(f"{SVG}text")][-1] == (
+        "4.125",
+        True,
+    )
+    points = [use for use in drawn.iter(f"{SVG}use") if "var(--c" in use.get("style", "")]
+    assert len(points) == 3 and "step" in texts(drawn, f"{SVG}text")
+    assert not re.search("#[0-9a-f]{6}", re.sub('xlink:href="#[^"]*"', "", chart("step", [(0, [(1, 0.5)])], None)))
+    assert chart("step", [(0, [(1, nan)]), (1, [])], min) == ""
     long = [(float(x), float(x % 2)) for x in range(2 * POINTS)]
-    assert thinned(long, POINTS) == [(2 * at + 0.5, 0.5) for at in range(POINTS)]
-    assert thinned(long[:POINTS], POINTS) == long[:POINTS]
+    assert thinned(long).tolist() == [[2 * at + 0.5, 0.5] for at in range(POINTS)]
+    assert thinned(long[:POINTS]).tolist() == [[*point] for point in long[:POINTS]]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:

@@ -15,6 +15,7 @@ import two_ranks
 from small_data import forget_digests
 
 from logitmix.comm.process_group import process_group
+from logitmix.common.code import code
 from logitmix.common.files import file_digest, only_writer
 from logitmix.modules.config import HIndexerConfig, ModelConfig, MoLConfig, SASRecConfig
 from logitmix.modules.schema import ITEM, Schema
@@ -27,6 +28,7 @@ from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents
 from logitmix.trainer.evaluation.embed import Embedder
+from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.evaluation.ranking import rank_corpus
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.delta import fold
@@ -186,6 +188,19 @@ def test_who_comes_second_to_a_directory_or_file_is_refused(
     with only_writer(out):
         assert f"another process writes {out}; wait for it, or give another --out" in refusal(*words)
     assert {of.name for of in tmp_path.iterdir()} <= before | {"out.csv.parts"}
+
+
+def test_a_run_of_other_code_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "trainer/loop.py of logitmix"
+    for noted, count in ((code(), 0), (code() | {name: "0123456789ab"}, 1)):
+        (run / "code.json").write_text(json.dumps(noted))
+        for use in (
+            lambda: export(run, tmp_path / "served", True),
+            lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+        ):
+            use()
+            said = f"{run} was trained by other code than this: {name} was 0123456789ab, is "
+            assert " ".join(capsys.readouterr().err.split()).count(said) == count
 
 
 def test_exports_the_checkpoint_that_is_asked_for(run: Path, tmp_path: Path) -> None:
