@@ -87,7 +87,7 @@ recipes:  {recipes}"""
 
 BASE_MODULES = ("docstring_parser", "fsspec", "numpy", "pyarrow", "rich", "safetensors", "tomli_w", "torch", "tyro")
 EXTRA_MODULES = {
-    "train": ("torchrec", "fbgemm_gpu", "tensorboard"),
+    "train": ("torchrec", "fbgemm_gpu", "tensorboard", "matplotlib"),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
 }
 """Modules that `pip install logitmix` brings, and those that its extras add."""

@@ -153,8 +153,8 @@ def test_logs_lie_in_the_run_directory(words: list[str], run: str | None) -> Non
 
 
 def test_memory_and_cores_can_be_told() -> None:
-    result = torchx("-s", "slurm", "--dryrun", f"{COMPONENTS}:train", "--cpu", "3", "--memMB", "5000", "--", "demo-mol")
-    assert "--cpus-per-task=3 --mem=5000" in result.stdout
+    resource = train("demo-mol", cpu=3, memMB=5000).roles[0].resource
+    assert (resource.cpu, resource.memMB) == (3, 5000)
 
 
 def test_jobs_that_share_a_host_meet_at_different_ports() -> None:

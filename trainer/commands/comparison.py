@@ -36,7 +36,7 @@ from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
 from logitmix.trainer.commands.sizing import AUTO, DOT, EXPLICIT, load_sized, settled
 from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
-from logitmix.trainer.data.batches import Split, require_trained
+from logitmix.trainer.data.batches import require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.limited import limited
 from logitmix.trainer.data.lookups import Ints
@@ -108,6 +108,8 @@ CHOICE = "hr@10"
 """On validation, it chooses the method; on the test part, the verdict names it."""
 SECTIONS = ("data.", "evaluate.")
 """Settings that may be given, for all methods alike."""
+OTHERS = ("data.path", "evaluate.batch_size", "evaluate.baselines")
+"""But these change no result of a simple method."""
 FEATURES = "model.features"
 """Likewise, for the learned ones."""
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
@@ -304,7 +306,12 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
         folder = out / name
         if (folder / "results.json").is_file():
             require_same_dataset(folder, evaluation.dataset)
-            _require_same_rules(folder, evaluation.config)
+            differ = changed(flatten(read_config(folder)), flatten(evaluation.config))
+            said = [of for name, of in differ.items() if name.startswith(SECTIONS) and name not in OTHERS]
+            if said:
+                raise ValueError(
+                    f"{folder} has results of other settings: {'; '.join(said)}; give these, or another --out"
+                )
             if read_results(folder)["budget"] == minutes:
                 continue
         folder.mkdir(parents=True, exist_ok=True)
@@ -315,15 +322,6 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
         write_results(folder, results | {"budget": minutes})
         say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
     return names, left_out
-
-
-def _require_same_rules(folder: Path, config: Config) -> None:
-    """ValueError if a simple method has split and ranked by other settings."""
-    others = ("data.path", "evaluate.batch_size", "evaluate.baselines")
-    differ = changed(flatten(read_config(folder)), flatten(config))
-    said = [of for name, of in differ.items() if name.startswith(SECTIONS) and name not in others]
-    if said:
-        raise ValueError(f"{folder} has results of other settings: {'; '.join(said)}; give these, or another --out")
 
 
 def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[dict[str, Any], Ints]:
@@ -342,8 +340,8 @@ def _fit_and_rank(name: str, evaluation: Evaluation, minutes: float) -> tuple[di
     else:
         score, size = popularity(target_counts(dataset, held_out)), dataset.num_items
     about |= {"seconds": time.monotonic() - began, "parameters": size}
-    about["validation"] = means(_ranks(score, evaluation, "validation"))
-    return about, _ranks(score, evaluation, "test")
+    about["validation"] = means(evaluation.ranks_by(score, evaluation.users("validation"), "validation"))
+    return about, evaluation.ranks_by(score, evaluation.users("test"), "test")
 
 
 def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, Any]]:
@@ -354,7 +352,8 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
     for penalty in PENALTIES:
         began = time.monotonic()
         ease = EASE.fit(both_XX, penalty)
-        value = means(_ranks(ease, evaluation, "validation"))[evaluation.config.evaluate.metric]
+        rank_U = evaluation.ranks_by(ease, evaluation.users("validation"), "validation")
+        value = means(rank_U)[evaluation.config.evaluate.metric]
         tried.append(penalty)
         if best is None or value > best[0]:
             best = value, ease, penalty
@@ -363,10 +362,6 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
             break
     assert best is not None
     return best[1], {"penalty": best[2], "penalties_tried": tried}
-
-
-def _ranks(score: Score, evaluation: Evaluation, split: Split) -> Ints:
-    return evaluation.ranks_by(score, evaluation.users(split), split)
 
 
 def _finish(

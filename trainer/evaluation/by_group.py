@@ -48,17 +48,13 @@ def means_by_group(
     found: dict[str, float] = {}
     groups: Iterable[tuple[str, Ints]]
     for name, feature in features.items():
-        match name:
-            case "new_user" if not feature:
-                new_U = ~held_out.trained(dataset)[users.user]
-                groups = ((label, np.flatnonzero(new_U == value)) for label, value in (("no", False), ("yes", True)))
-            case "history_length" if not feature:
-                groups = _by_count(users.seen_lengths)
-            case "item_actions" if not feature:
-                groups = _by_count(count_X[users.target])
-            case _:
-                assert feature
-                groups = _by_feature(feature, users, dataset)
+        if feature:
+            groups = _by_feature(feature, users, dataset)
+        elif name == "new_user":
+            new_U = ~held_out.trained(dataset)[users.user]
+            groups = (("no", np.flatnonzero(~new_U)), ("yes", np.flatnonzero(new_U)))
+        else:
+            groups = _by_count(users.seen_lengths if name == "history_length" else count_X[users.target])
         for label, index_P in groups:
             if len(index_P):
                 prefix = f"groups/{name}={label}"

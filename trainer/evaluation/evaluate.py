@@ -158,7 +158,9 @@ class Evaluation:
         at_last_action/hr@10, what a model that sees times has if the query is asked at the time of the last action, not
         of the target. Beside them the rank of each user's target [U]. Collective, and equal on all ranks."""
         everyone, num_items = self.users(split), self.dataset.num_items
-        best, missed_U = self._best(split), self.held_out.targets[split][everyone.user] < 0
+        missed_U = self.held_out.targets[split][everyone.user] < 0
+        best = max(SETS_AT) if self.config.data.split == "time" else RECOMMENDED
+        best = best if split == "test" else 0
         at_N, users = self._ranked(everyone, split, best > 0)
         again = split == "test" and sees_times(tower.config.encoder, tower.schema)
         with counting(split, len(users) * (1 + again), self.ranks.rank == 0) as count:
@@ -181,7 +183,7 @@ class Evaluation:
         if self.dataset.whole:
             metrics["targets/left_out"] = float(missed_U.mean())
         if rankings.best_UK is not None:
-            metrics["targets/cold"] = _cold(everyone, self.training_counts)
+            metrics["targets/cold"] = self.cold_targets(split)
             best_UK = rankings.best_UK.numpy()
             if self.dataset.kept is not None:
                 best_UK = np.where(best_UK >= 0, self.dataset.kept[best_UK], best_UK)
@@ -189,8 +191,7 @@ class Evaluation:
             if self.config.data.split == "time":
                 metrics |= self._of_period(best_UK, everyone)
         if earlier is not None:
-            of_earlier = means(earlier.similarity_U.numpy())
-            metrics |= {f"at_last_action/{name}": mean for name, mean in of_earlier.items()}
+            metrics |= {f"at_last_action/{name}": of for name, of in means(earlier.similarity_U.numpy()).items()}
         rank_U = rankings.similarity_U.numpy()
         return metrics | self._by_group(rank_U, everyone), rank_U
 
@@ -230,12 +231,6 @@ class Evaluation:
             values[users.place - 1] = self._wanted
             columns["event"] = {**columns["event"], name: Column(values)}
         return columns
-
-    def _best(self, split: Split) -> int:
-        """How many of the best items are needed."""
-        if split == "validation":
-            return 0
-        return max(SETS_AT) if self.config.data.split == "time" else RECOMMENDED
 
     def _of_period(self, best_UK: np.ndarray, users: RankingUsers) -> dict[str, float]:
         """As period/recall@10, the metrics of all different targets of each user in the test part, given what came
@@ -281,16 +276,15 @@ class Evaluation:
             if item_knn.users < item_knn.of_users:
                 tell(self.said, f"item-kNN counts {item_knn.users:,} of {item_knn.of_users:,} users, a sample")
             scores["item_knn"] = item_knn
-        found = {name: self.ranks_by(score, users, split) for name, score in scores.items()}
-        return {
-            f"{name}/{of}": mean
-            for name, rank_U in found.items()
-            for of, mean in (means(rank_U) | self._by_group(rank_U, users)).items()
-        }
+        found = dict[str, float]()
+        for name, score in scores.items():
+            rank_U = self.ranks_by(score, users, split)
+            found |= {f"{name}/{of}": mean for of, mean in (means(rank_U) | self._by_group(rank_U, users)).items()}
+        return found
 
     def cold_targets(self, split: Split) -> float:
         """The share of the targets that are items without a training action."""
-        return _cold(self.users(split), self.training_counts)
+        return float((self.training_counts[self.users(split).target] == 0).mean())
 
     def raw_users(self, split: Split) -> list[str]:
         """The raw ids of those that are ranked, in their order."""
@@ -308,11 +302,6 @@ def _wanted_row(config: Config, dataset: Dataset) -> int:
     kinds = dataset.vocabulary(feature.table)
     require_kind("evaluate.want", config.evaluate.want, [kind for kind in kinds if kind])
     return kinds.index(config.evaluate.want)
-
-
-def _cold(users: RankingUsers, count_X: np.ndarray) -> float:
-    """The share of the targets that are items without a training action."""
-    return float((count_X[users.target] == 0).mean())
 
 
 def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:

@@ -28,10 +28,11 @@ def over_seeds(mean_RM: Floats, seed: int) -> Floats:
 def resampled(groups: Sequence[Floats]) -> list[tuple[Floats, Floats]]:
     """Of groups of runs, each with its runs' numbers of the users [U, M]: the means over the runs [U], and their means
     over resamples [R] of the users, the same ones for all groups, and of the group's runs."""
-    value_UM, random, found, first = np.concatenate(groups, axis=1), np.random.default_rng(0), [], 0
-    U = len(value_UM)
+    value_MU, random, found, first = np.concatenate(groups, axis=1).T.copy(), np.random.default_rng(0), [], 0
+    U = value_MU.shape[1]
     counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
-    mean_RM = np.stack([count_U @ value_UM for count_U in counts]) / U
+    # One by one, so that a run's means do not depend on the others.
+    mean_RM = np.array([[count_U @ value_U for value_U in value_MU] for count_U in counts]) / U
     for number, value_UM in enumerate(groups):
         own = slice(first, first := first + value_UM.shape[1])
         found.append((value_UM.mean(1), over_seeds(mean_RM[:, own], number)))

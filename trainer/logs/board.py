@@ -98,7 +98,9 @@ class Board(Logger):
             measured = "metrics_peeked" if kind == "peeked" else "metrics"
             return f"{measured}_{first}/{rest}" if first in ("hindexer", "groups") else f"{measured}/{name}"
         if first == "wire":
-            return _wire_tag(rest) if row["wire/bytes_per_step"] else None
+            # FP32's bytes of single tables follow from their shares.
+            drawn = row["wire/bytes_per_step"] and not rest.endswith("fp32_bytes_per_step")
+            return (f"wire_by_table/{rest}" if "/" in rest.partition("/")[2] else name) if drawn else None
         train = self.config.train
         if first == "learning_rate" and train.schedule == "constant" and not train.warmup_steps:
             return None
@@ -107,10 +109,3 @@ class Board(Logger):
             return f"similarity/{name}"
         rest = rest or ("total" if first == "loss" else "")
         return f"{group}/{rest}" if rest else group
-
-
-def _wire_tag(name: str) -> str | None:
-    """Under `wire`, all tables together; FP32's bytes of single tables follow from their shares."""
-    if name.endswith("fp32_bytes_per_step"):
-        return None
-    return f"wire_by_table/{name}" if name.count("/") > 1 else f"wire/{name}"

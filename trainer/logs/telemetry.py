@@ -143,7 +143,10 @@ class Telemetry:
         row |= {f"time/{phase}": spent / steps for phase, spent in phases.items()}
         tables = [own_name(name) for name in self.model.wire.tables]
         row |= wire_metrics(tables, sums[len(names) :].view(wire_counts.shape), steps)
-        row["memory/peak_gib"] = _peak_memory(self.ranks.device)
+        # Linux counts in KiB.
+        row["memory/peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if self.ranks.device.type == "cuda":
+            row["memory/peak_gib"] = torch.cuda.max_memory_allocated(self.ranks.device) / 2**30
         self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:
             if line := self.spikes.note(row["loss"], epoch.is_integer()):
@@ -271,10 +274,7 @@ def start_block(
     data, features = model.config.data, model.config.model.features
     if line := said_of_targets(dataset, places, data.targets, features, data.negatives):
         block["targets"] = line
-    if said_of_limit:
-        block["items"] = said_of_limit
-    if said_of_negatives:
-        block["negatives"] = said_of_negatives
+    block |= {name: line for name, line in (("items", said_of_limit), ("negatives", said_of_negatives)) if line}
     if left_out[0]:
         longest = model.config.model.encoder.max_length
         block["histories"] = f"{left_out[0]:,} users have more actions than {longest} (model.encoder.max_length): "
@@ -354,10 +354,3 @@ def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str,
             if of["squares"]:
                 metrics[f"{tag}/relative_rms_error"] = math.sqrt(of["squared_error"] / of["squares"])
     return metrics
-
-
-def _peak_memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    # Linux counts in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

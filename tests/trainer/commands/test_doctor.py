@@ -47,12 +47,13 @@ def test_a_part_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_broken_plugin_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "plugins", lambda: [Plugin("own", "1.2", "")])
+    monkeypatch.setattr(doctor, "run_ranks", lambda words, count: 0)
     for lines, found in (
         ([], [("ok", "own 1.2")]),
         (["the first is broken", "the second"], [("broken", "the first is broken"), ("broken", "the second")]),
     ):
         monkeypatch.setattr(doctor, "load_installed", lambda lines=lines: lines)
-        assert [(finding.state, finding.said) for finding in doctor._plugins()] == found
+        assert [(of.state, of.said) for of in doctor.examine() if of.subject == "plugins"] == found
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_what_fbgemm_logs_and_raises_is_said_once(caplog: pytest.LogCaptureFixtu
         (True, "13.0", 2, "ok", "2 with CUDA 13.0: A card"),
     ],
 )
-def test_gpus(
+def test_gpus_and_ranks(
     driver: bool, cuda: str | None, count: int, state: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: driver or None)
@@ -140,14 +141,12 @@ def test_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A card")
-    found = finding("GPUs")
-    assert found.state == state and said in found.said
-
-
-def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "run_ranks", lambda words, count: 3)
-    found = finding("ranks")
-    assert found.state == "broken" and "exit status 3" in found.said
+    found = {of.subject: of for of in doctor.examine()}
+    assert found["GPUs"].state == state and said in found["GPUs"].said
+    # Ranks meet unless GPUs are broken.
+    assert ("ranks" in found) == (state != "broken")
+    assert "ranks" not in found or "did not meet, see above (exit status 3)" in found["ranks"].said
 
 
 def test_what_is_broken_shows_in_the_exit_status(
@@ -163,11 +162,3 @@ def test_what_is_broken_shows_in_the_exit_status(
     with pytest.raises(SystemExit) as stop:
         cli.main(["doctor", "--json"])
     assert stop.value.code == 1 and json.loads(capsys.readouterr().out)["broken"] == ["ranks"]
-
-
-@pytest.mark.parametrize(("state", "meets"), [("ok", True), ("slow", True), ("broken", False)])
-def test_ranks_meet_unless_gpus_are_broken(state: doctor.State, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_libraries", lambda: doctor.Finding("libraries", "ok", ""))
-    monkeypatch.setattr(doctor, "_gpus", lambda: doctor.Finding("GPUs", state, ""))
-    monkeypatch.setattr(doctor, "_ranks", lambda: doctor.Finding("ranks", "ok", ""))
-    assert ("ranks" in [finding.subject for finding in doctor.examine()]) == meets

@@ -624,13 +624,6 @@ def test_recommendations_by_a_dataset_that_has_changed(
     require_rows(tmp_path / "some.parquet", ["3", "1"], expected)
 
 
-def test_similar_items_are_the_answer_to_an_item_alone(served: Path, tmp_path: Path) -> None:
-    retriever = Retriever.load(served)
-    api.recommend(served, tmp_path / "similar.csv", k=4, similar_items=True, exclude_history=False)
-    requests: list[Request] = [{"history": [of], "blocked": [of]} for of in retriever.raw_ids]
-    require_rows(tmp_path / "similar.csv", list(retriever.raw_ids), ranked_rows(retriever.recommend(requests, 4)))
-
-
 def test_stage_1_keeps_fewer_items_for_everyone(
     run: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
