@@ -1,6 +1,6 @@
 """`logitmix export`: a run's best checkpoint -> serving directory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -98,18 +98,14 @@ def run(words: list[str]) -> None:
 def _delta(arguments: Arguments) -> None:
     with importing():
         from logitmix.trainer.export.delta import export_delta
-        from logitmix.trainer.export.export import EXTRAS
 
-    given = {f"--{name.replace('_', '-')}": getattr(arguments, name, False) for name in EXTRAS}
-    given |= {"--programs-cpu": arguments.programs_cpu != Arguments.programs_cpu}
-    given |= {"--keep": arguments.keep is not None, "--overwrite": arguments.overwrite}
-    given |= {"--filterable": bool(arguments.filterable)}
-    given |= {"--no-item-cache": not arguments.item_cache}
-    given |= {"--precision": arguments.precision != Arguments.precision}
-    if wrong := [name for name, is_given in given.items() if is_given]:
-        raise ValueError(
-            f"{wrong[0]} has no place beside --delta-from: a delta has the item cache and columns of the earlier export"
-        )
+    taken = ("json", "processes", "run", "out", "checkpoint", "delta_from", "items", "only")
+    for of in fields(arguments):
+        if of.name not in taken and getattr(arguments, of.name) != of.default:
+            flag = f"--{'no-' * (of.default is True)}{of.name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} has no place beside --delta-from: a delta has the item cache and columns of the earlier export"
+            )
     content = export_delta(
         fetch_run(arguments.run),
         path_of(arguments.delta_from),

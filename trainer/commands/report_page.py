@@ -4,7 +4,7 @@ report.html is its template. The page is well-formed XML, so that a parser can f
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -331,7 +331,10 @@ def _step(groups: Sequence[Group]) -> Section | None:
     parts.pop("time/step", None)
     if not parts:
         return None
-    means = [{name: mean_of(_milliseconds(run, name) for run in group.runs) for name in parts} for group in groups]
+    means = [
+        {name: 1000 * mean_of(_mean(run.training, name, True) for run in group.runs) for name in parts}
+        for group in groups
+    ]
     longest = max(sum(mean.values()) for mean in means) or 1.0
     labels = [name.removeprefix("time/") for name in parts]
     rows = [
@@ -350,11 +353,6 @@ def _step(groups: Sequence[Group]) -> Section | None:
     heads = ["run", *(Cell(label, colors=[at]) for at, label in enumerate(labels)), "all", ""]
     note = "Milliseconds of rank 0, mean over the run without its first row. forward holds most of the loss's backward."
     return Section("Time of a step", [note], [Table(heads, rows)])
-
-
-def _milliseconds(run: Run, name: str) -> float:
-    first = int(run.training[0]["step"]) if len(run.training) > 1 else 0
-    return _mean(run.training, name, first) * 1000
 
 
 def _wire(groups: Sequence[Group]) -> Section:
@@ -420,9 +418,10 @@ def _settings(groups: Sequence[Group]) -> Section:
     return Section("Configuration", notes, tables, folded=Section(f"{len(same)} {label}", tables=[table]))
 
 
-def _mean(rows: Iterable[Mapping[str, float]], name: str, since: int = 0) -> float:
-    """Mean over the steps after `since`: a row counts for the steps since the previous row. 0 if no row has the
-    metric."""
+def _mean(rows: Sequence[Mapping[str, float]], name: str, without_first: bool = False) -> float:
+    """Mean over the steps: a row counts for the steps since the previous row. 0 if no row has the metric. Without the
+    first row, unless it is the only one."""
+    since = int(rows[0]["step"]) if without_first and len(rows) > 1 else 0
     known = [row for row in rows if name in row and row["step"] > since]
     weights = [after["step"] - before["step"] for before, after in pairwise([{"step": since}, *known])]
     total = sum(weights)

@@ -95,7 +95,8 @@ def export_delta(
         with in_turn(out.parent):
             clean_up(out)
             before, _ = with_deltas(base, out.parent)
-            return write_delta(before, whole, out, _next_number(out.parent))
+            last = max((read_delta(out.parent / name).number for name, *_ in stamps(out.parent)), default=0)
+            return write_delta(before, whole, out, last + 1)
 
 
 def fold(earlier: Path, folder: Path, out: Path, overwrite: bool = False, keep: int | None = None) -> dict[str, Any]:
@@ -143,11 +144,6 @@ def with_deltas(contents: Contents, folder: Path) -> tuple[Contents, list[Delta]
     if problem:
         raise ValueError(problem)
     return contents, deltas
-
-
-def _next_number(folder: Path) -> int:
-    numbers = [read_delta(folder / name).number for name, *_ in stamps(folder)]
-    return max(numbers, default=0) + 1
 
 
 def write_delta(before: Contents, whole: Path, out: Path, number: int) -> dict[str, Any]:

@@ -784,44 +784,26 @@ def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "begun anew (parts: 1)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("differs", ["export", "data", "users", "items", "where", "limit", "stage1", "k"])
 def test_parts_of_another_job_are_not_taken_over(
-    differs: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A job that ends early and goes on with another export, dataset or option gives what that gives by itself."""
     monkeypatch.setattr(recommend_module, "BLOCK", 16)
     export(run, tmp_path / "export", filterable=["brand", "price"])
-    if differs == "export":
-        export(run, tmp_path / "other export", filterable=["brand"])
-    middle = read(tmp_path / "export").columns["price"].values.median()
+    export(run, tmp_path / "other export", filterable=["brand"])
     data = Path(shutil.copytree(run.parent / "data", tmp_path / "data"))
     items = pq.read_table(forget_digests(data) / "items.parquet")
     ids = items["raw_id"].to_pylist()
     renamed = items.set_column(items.schema.get_field_index("raw_id"), "raw_id", pa.array([*ids[1:], ids[0]]))
     pq.write_table(renamed, data / "items.parquet")
-    users = load_dataset(data).raw_user_ids(np.arange(60))
-    files = {
-        "users": users[:40],
-        "other users": users[20:],
-        "items": ["item", *ids[:30]],
-        "other items": ["item", *ids],
-    }
-    for name, lines in files.items():
+    users, rows = load_dataset(data).raw_user_ids(np.arange(60)), [f"{name},{at}" for at, name in enumerate(ids)]
+    for name, lines in {
+        "users": users[:40], "other users": users[20:], "items": ["item,n", *rows[:30]], "others": ["item,n", *rows]
+    }.items():  # fmt: skip
         (tmp_path / f"{name}.csv").write_text("\n".join(lines))
-    choices: dict[str, tuple[Any, Any]] = {
-        "export": (tmp_path / "export", tmp_path / "other export"),
-        "data": (run.parent / "data", data),
-        "users": (tmp_path / "users.csv", tmp_path / "other users.csv"),
-        "items": (tmp_path / "items.csv", tmp_path / "other items.csv"),
-        "where": (f"price < {middle}", f"price > {middle}"),
-        "limit": ({"brand": 1}, {"brand": 2}),
-        "stage1": (5, 9),
-        "k": (3, 4),
-    }
-    both = {"k": 3, "data": run.parent / "data"}
-    place, other = choices["export"] if differs == "export" else (tmp_path / "export",) * 2
-    one, two = (both if differs == "export" else {**both, differs: choice} for choice in choices[differs])
-    answers, done = recommend_module._answers, list[int]()
+    asked = {"place": tmp_path / "export", "data": run.parent / "data", "users": tmp_path / "users.csv"}
+    asked |= {"items": tmp_path / "items.csv", "where": "n < 25", "limit": {"brand": 1}, "stage1": 9, "k": 3}
+    answers, done, ended = recommend_module._answers, list[int](), tmp_path / "ended.parquet"
 
     def first_alone(*given: Any) -> pa.Table:
         if done:
@@ -829,14 +811,20 @@ def test_parts_of_another_job_are_not_taken_over(
         done.append(1)
         return answers(*given)
 
-    monkeypatch.setattr(recommend_module, "_answers", first_alone)
-    with pytest.raises(KeyboardInterrupt):
-        api.recommend(place, tmp_path / "ended.parquet", **one)
-    monkeypatch.setattr(recommend_module, "_answers", answers)
-    api.recommend(other, tmp_path / "ended.parquet", **two)
-    assert "begun anew (parts: 1)" in capsys.readouterr().err
-    api.recommend(other, tmp_path / "alone.parquet", **two)
-    assert (tmp_path / "ended.parquet").read_bytes() == (tmp_path / "alone.parquet").read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recommend_module, "_answers", first_alone)
+        api.recommend(out=ended, **asked)
+    parts = (tmp_path / "ended.parquet.parts").rename(tmp_path / "parts")
+    other: dict[str, Any]
+    for other in (
+        {"place": tmp_path / "other export"}, {"data": data}, {"users": tmp_path / "other users.csv"},
+        {"items": tmp_path / "others.csv"}, {"where": "n > 5"}, {"limit": {"brand": 2}}, {"stage1": 20}, {"k": 4},
+    ):  # fmt: skip
+        shutil.copytree(parts, tmp_path / "ended.parquet.parts")
+        api.recommend(out=ended, **asked | other)
+        assert "begun anew (parts: 1)" in capsys.readouterr().err, other
+        api.recommend(out=tmp_path / "alone.parquet", **asked | other)
+        assert ended.read_bytes() == (tmp_path / "alone.parquet").read_bytes()
 
 
 @pytest.mark.parametrize("place", ["run", "exported"])
