@@ -409,14 +409,14 @@ def both_ranks(data: Path, out: Path) -> tuple[dict[str, Any], list[bool]]:
         return noted
 
     comparison.config_of = lambda *of: with_settings(config_of(*of), TINY)
-    comparison._simple_methods, comparison._finish = noting(comparison._simple_methods), noting(comparison._finish)
+    comparison.popularity, comparison.write_whole = noting(comparison.popularity), noting(comparison.write_whole)
     return compare(str(data), out, 5, ["dot", "hstu"], 1), aside
 
 
 def test_two_ranks_return_the_same(tmp_path: Path) -> None:
     """Two runs, one after another, in one group."""
     (first, aside), (second, _) = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
-    assert first == second and aside == [True, True]
+    assert first == second and aside == [True, True, True]
     assert [line.partition(": ")[0] for line in first["beside"]] == ["dot on the test part", "HSTU on the test part"]
     assert all(" at hr@" in line for line in first["beside"])
     assert len(first["methods"]) == 5 and json.loads((tmp_path / "out" / "compare.json").read_text()) == first

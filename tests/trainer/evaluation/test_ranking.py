@@ -20,7 +20,6 @@ from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, MoLC
 from logitmix.modules.features import Embedded
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.serving.topk import rank_keys
 from logitmix.trainer.data.batches import RankingUsers
 from logitmix.trainer.evaluation import ranking as module
 from logitmix.trainer.evaluation.embed import Embedder
@@ -272,11 +271,3 @@ def test_ranks_share_the_users_and_the_items_and_all_know_the_same(monkeypatch: 
             assert most < 40
             for ranking, expected in zip(found, alone, strict=True):
                 assert_same(ranking, expected)
-
-
-def test_keys_are_counted_above_others() -> None:
-    generator = torch.Generator().manual_seed(0)
-    key_BN = rank_keys(torch.randn(3, 50, generator=generator), torch.arange(50))
-    ordered_BK = key_BN[:, 10:20].sort(dim=1).values
-    expected = (key_BN[:, None, :] > ordered_BK[:, :, None]).sum(2)
-    assert torch.equal(module._count_above(key_BN, ordered_BK), expected)

@@ -7,7 +7,8 @@ import json
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -188,9 +189,7 @@ def test_a_query_knows_the_kind_of_the_action_that_is_wanted(more: bool, dataset
         for of in whole_requests(dataset)
     ]
     api.recommend(tmp_path / "served", tmp_path / "all.parquet", dataset.path, 5, want="type-1")
-    require_rows(
-        tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), ranked_rows(retriever.recommend(asked, 5))
-    )
+    require_rows(tmp_path / "all.parquet", dataset, ranked_rows(retriever.recommend(asked, 5)))
     similar: dict[str, Any] = {"similar_items": True, "exclude_history": False, "want": "type-1"}
     api.recommend(tmp_path / "served", tmp_path / "similar.csv", k=4, **similar)
     alone: list[Request] = [{"history": [of], "blocked": [of], "want": "type-1"} for of in names]
@@ -522,8 +521,10 @@ def whole_requests(dataset: Dataset) -> list[Request]:
     return [request_after(dataset, user, range(*actions)) for user, actions in enumerate(bounds)]
 
 
-def require_rows(file: Path, names: list[str], expected: list[list[Row]]) -> None:
-    """The file has these rankings of these users or items, up to the rounding of scores."""
+def require_rows(file: Path, of: list[str] | Dataset, expected: list[list[Row]]) -> None:
+    """The file has these rankings of these users or items, or of all users of a dataset, up to the rounding of
+    scores."""
+    names = of.raw_user_ids(np.arange(60)) if isinstance(of, Dataset) else of
     if file.suffix == ".parquet":
         assert pq.read_schema(file).types == [pa.string(), pa.int32(), pa.string(), pa.float32()]
     found = pq.read_table(file).to_pylist() if file.suffix == ".parquet" else pa.csv.read_csv(file).to_pylist()
@@ -542,7 +543,7 @@ def test_recommendations_are_the_answers_to_requests(
     monkeypatch.setattr(recommend_module, "BATCH", 7)
     assert api.recommend(run, tmp_path / name, k=9) == {"users": 60, "rows": 9 * 60}
     expected = ranked_rows(Retriever.load(exported).recommend(whole_requests(dataset), 9))
-    require_rows(tmp_path / name, dataset.raw_user_ids(np.arange(60)), expected)
+    require_rows(tmp_path / name, dataset, expected)
     assert not (tmp_path / f"{name}.parts").exists()
 
 
@@ -584,13 +585,13 @@ def test_the_share_of_new_items_is_said(
             best = sorted(ranking, key=lambda row: -scores[row["id"]])[:9]
             expected.append([{**row, "rank": at + 1, "score": scores[row["id"]]} for at, row in enumerate(best)])
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost)
-        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
+        require_rows(tmp_path / "all.parquet", dataset, expected)
         answers = answered(retriever, whole_requests(dataset), Options(9, boost_new=boost))
-        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), answers)
+        require_rows(tmp_path / "all.parquet", dataset, answers)
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", data, 9, boost_new=boost, limit={"brand": 2})
         requests: list[Request] = [{**of, "limit": {"brand": 2}} for of in whole_requests(dataset)]
         answers = answered(retriever, requests, Options(9, boost_new=boost))
-        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), answers)
+        require_rows(tmp_path / "all.parquet", dataset, answers)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"boost_new": float("nan")}, "boost_new is nan; it must be a finite number"),
         ({"boost_new": 1.0, "similar_items": True}, "--boost-new needs users whose dataset states the unit"),
@@ -638,7 +639,7 @@ def test_stage_1_keeps_fewer_items_for_everyone(
     for given, asked, kept in cases:
         api.recommend(tmp_path / "served", tmp_path / "all.parquet", run.parent / "data", 2, **given)
         expected = ranked_rows(retriever.recommend(asked, 2, stage1=kept))
-        require_rows(tmp_path / "all.parquet", dataset.raw_user_ids(np.arange(60)), expected)
+        require_rows(tmp_path / "all.parquet", dataset, expected)
         said = f"the h-indexer keeps 10 of {ITEMS} items for each answer; --stage1 {ITEMS} ranks all"
         assert (said in capsys.readouterr().err) == (kept == 10)
     assert ranked_rows(retriever.recommend(requests, 2, stage1=10)) != ranked_rows(retriever.recommend(requests, 2))
@@ -659,7 +660,7 @@ def test_only_items_of_a_table_are_recommended(
     assert "stock.csv: the ids are the first column, sku\n" in said
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
     expected = ranked_rows(Retriever.load(exported).recommend(requests, 5, stage1=stage1))
-    require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
+    require_rows(tmp_path / "some.csv", dataset, expected)
     with pytest.raises(ValueError, match=r"no item of the export is in .* and fulfills left = 7"):
         api.recommend(exported, tmp_path / "x.csv", run.parent / "data", **{**given, "where": "left = 7"})
     (tmp_path / "stock.csv").write_text("item,left,price\n")
@@ -683,13 +684,13 @@ def test_only_items_of_the_dataset_that_fulfill_a_condition_are_recommended(
     api.recommend(exported, tmp_path / "some.csv", run.parent / "data", 5, where=where)
     requests: list[Request] = [{**request, "allowed": allowed} for request in whole_requests(dataset)]
     expected = ranked_rows(Retriever.load(exported).recommend(requests, 5))
-    require_rows(tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), expected)
+    require_rows(tmp_path / "some.csv", dataset, expected)
     # With a limit too, and of a run.
     export(run, tmp_path / "served", filterable=["brand"])
     limited: list[Request] = [{**request, "limit": {"brand": 1}} for request in requests]
     expected = ranked_rows(Retriever.load(tmp_path / "served").recommend(limited, 5, stage1=ITEMS))
     api.recommend(run, tmp_path / "limited.csv", k=5, where=where, limit={"brand": 1}, stage1=ITEMS)
-    require_rows(tmp_path / "limited.csv", dataset.raw_user_ids(np.arange(60)), expected)
+    require_rows(tmp_path / "limited.csv", dataset, expected)
 
 
 def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
@@ -735,9 +736,7 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
     ]
     retriever = Retriever.load(out)
     api.recommend(out, tmp_path / "some.csv", run.parent / "data", 5, where="left >= 1", limit={"left": 2})
-    require_rows(
-        tmp_path / "some.csv", dataset.raw_user_ids(np.arange(60)), ranked_rows(retriever.recommend(requests, 5))
-    )
+    require_rows(tmp_path / "some.csv", dataset, ranked_rows(retriever.recommend(requests, 5)))
     (rows,) = ranked_rows(retriever.recommend([{"history": ["item-3"], "where": "left = 7 or left is null"}], 5))
     assert {row["id"] for row in rows} == {"new", "another", "other"}
     with pytest.raises(ValueError, match="left of item 'new 2' is 'many'; it must be a number, or none"):
@@ -748,40 +747,40 @@ def test_columns_of_the_dataset_or_a_table_are_kept_for_filters(
         export(run, out, True, filterable=["tags"])
 
 
+@contextmanager
+def interrupted_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Within, a job is killed when it begins the block after so many; yields a number for each block that it began."""
+    best, begun = Retriever.best, list[int]()
+
+    def some(*given: Any) -> Any:
+        begun.append(1)
+        if len(begun) > count:
+            raise KeyboardInterrupt
+        return best(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recommend_module, "BLOCK", 16)
+        patch.setattr(Retriever, "best", some)
+        yield begun
+
+
 def test_a_killed_job_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """From its parts, if nothing else differs; the bytes are the same."""
-    monkeypatch.setattr(recommend_module, "BLOCK", 16)
-    api.recommend(run, tmp_path / "whole.parquet", k=5)
-    answers, killed = recommend_module._answers, tmp_path / "killed.parquet"
-    done: list[int] = []
-
-    def some(*given: Any) -> pa.Table:
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(1)
-        return answers(*given)
-
-    monkeypatch.setattr(recommend_module, "_answers", some)
-    with pytest.raises(KeyboardInterrupt):
+    killed, parts = tmp_path / "killed.parquet", tmp_path / "killed.parquet.parts"
+    with interrupted_after(4, monkeypatch) as begun:
+        api.recommend(run, tmp_path / "whole.parquet", k=5)
+    assert len(begun) == 4
+    with pytest.raises(KeyboardInterrupt), interrupted_after(2, monkeypatch):
         api.recommend(run, killed, k=5)
-    assert not killed.exists() and len(list((tmp_path / "killed.parquet.parts").glob("*.arrow"))) == 2
-    monkeypatch.setattr(recommend_module, "_answers", lambda *given: done.append(1) or answers(*given))
-    api.recommend(run, killed, k=5)
-    assert len(done) == 4 and "parts there already: 2 of 4" in capsys.readouterr().err
+    assert not killed.exists() and len(list(parts.glob("*.arrow"))) == 2
+    with interrupted_after(2, monkeypatch):
+        api.recommend(run, killed, k=5)
+    assert "parts there already: 2 of 4" in capsys.readouterr().err
     assert killed.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
-    (tmp_path / "killed.parquet.parts").mkdir()
-    (tmp_path / "killed.parquet.parts/mine.txt").touch()
+    parts.mkdir()
+    (parts / "mine.txt").touch()
     with pytest.raises(ValueError, match="is not what recommend leaves"):
         api.recommend(run, killed, k=5)
-    (tmp_path / "killed.parquet.parts/mine.txt").unlink()
-    done[:] = [1, 1]
-    monkeypatch.setattr(recommend_module, "_answers", some)
-    done.pop()
-    with pytest.raises(KeyboardInterrupt):
-        api.recommend(run, killed, k=5)
-    monkeypatch.setattr(recommend_module, "_answers", answers)
-    assert api.recommend(run, killed, k=4)["rows"] == 4 * 60
-    assert "begun anew (parts: 1)" in capsys.readouterr().err
 
 
 def test_parts_of_another_job_are_not_taken_over(
@@ -803,16 +802,8 @@ def test_parts_of_another_job_are_not_taken_over(
         (tmp_path / f"{name}.csv").write_text("\n".join(lines))
     asked = {"place": tmp_path / "export", "data": run.parent / "data", "users": tmp_path / "users.csv"}
     asked |= {"items": tmp_path / "items.csv", "where": "n < 25", "limit": {"brand": 1}, "stage1": 9, "k": 3}
-    answers, done, ended = recommend_module._answers, list[int](), tmp_path / "ended.parquet"
-
-    def first_alone(*given: Any) -> pa.Table:
-        if done:
-            raise KeyboardInterrupt
-        done.append(1)
-        return answers(*given)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recommend_module, "_answers", first_alone)
+    ended = tmp_path / "ended.parquet"
+    with pytest.raises(KeyboardInterrupt), interrupted_after(1, monkeypatch):
         api.recommend(out=ended, **asked)
     parts = (tmp_path / "ended.parquet.parts").rename(tmp_path / "parts")
     other: dict[str, Any]
