@@ -96,6 +96,8 @@ class Kernel:
     tensor_columns: int
     budget: tuple[int, int]
     ptx: str = field(repr=False)
+    serialized: bool = False
+    """Whether ptxas makes tensor instructions wait for each other, for want of registers (its remark C7512)."""
 
     @property
     def programs(self) -> int:
@@ -112,6 +114,7 @@ class Kernel:
             text
             for text, is_wrong in (
                 ("contains `trap`", re.search(r"\btrap;", self.ptx) is not None),
+                ("tensor instructions wait for each other", self.serialized),
                 (f"{self.tensor_columns} columns of tensor memory", self.tensor_columns > TENSOR_COLUMNS),
                 (f"{self.shared} bytes of shared memory", self.shared > GPUS[self.gpu].of_a_block),
                 (f"{self.programs} programs for each multiprocessor, not {programs}", self.programs < programs),
@@ -184,7 +187,7 @@ def _measured(kernel: Any, gpu: int, log: str, budget: tuple[int, int]) -> Kerne
     about = kernel.metadata
     return Kernel(
         about.name, gpu, about.num_warps, int(registers[1]), int(spilled[1]), about.shared,
-        about.tmem_size or 0, budget, kernel.asm["ptx"],
+        about.tmem_size or 0, budget, kernel.asm["ptx"], "C7512" in log,
     )  # fmt: skip
 
 

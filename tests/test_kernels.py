@@ -12,6 +12,7 @@ SMALL = re.compile(r"mol_(triton: (8 x 8|4 x 16|16 x 4) x 64|scores_triton: 8 x 
 CASES = [(name, gpu) for name in kernels.cases() for gpu in (80, 90, 100, *([89] if SMALL.match(name) else []))]
 SAMPLE = {
     ("mol_triton: 4 x 4 x 64 x 32, bfloat16", 90),
+    ("mol_triton: 8 x 8 x 32 x 128, bfloat16", 90),
     ("dot_triton: 64, groups of 128, corrected", 90),
     ("mol_scores_triton: 8 x 8 x 32 x 128, int8", 80),
     ("mol_scores_triton: 8 x 8 x 64 x 128, bfloat16", 89),
@@ -79,9 +80,10 @@ def test_the_first_budget_that_fits_a_case_is_its_own() -> None:
 
 def test_what_would_not_start_is_named() -> None:
     """A kernel of which nothing fits."""
-    kernel = kernels.Kernel("_k", 90, 16, 255, 9, 228 * 1024, 992, (1, 8), "ret;\n trap;\n")
+    kernel = kernels.Kernel("_k", 90, 16, 255, 9, 228 * 1024, 992, (1, 8), "ret;\n trap;\n", serialized=True)
     assert kernel.wrong == [
         "contains `trap`",
+        "tensor instructions wait for each other",
         "992 columns of tensor memory",
         "233472 bytes of shared memory",
         "0 programs for each multiprocessor, not 1",

@@ -3,9 +3,9 @@
 Axes: T positions, G groups, N negatives of a group, V unique items, U query components, I item components, C their
 width, M = U * I mixture components, H hidden width of the cross gate; P pairs of a tile, its targets or TT * NT.
 
-A tile is TT positions of one group x NT of its negatives, 2 x 8 with 8 x 8 components. Arrays [P, M] and [P, H] stay on
-chip, and nothing is written per pair. Components are multiplied as [TT * U, C] x [C, NT * I] on tensor cores, then
-permuted to pair-major [P, M], which the cross gate's products read.
+A tile is TT positions of one group x NT of its negatives, 2 x 8 with 8 x 8 components, on Hopper 16 x 8. Arrays [P, M]
+and [P, H] stay on chip, and nothing is written per pair. Components are multiplied as [TT * U, C] x [C, NT * I] on
+tensor cores, then permuted to pair-major [P, M], which the cross gate's products read.
 
 Forward: a program has one tile of positions, loops over the negatives and keeps a running log-sum-exp: 8 bytes remain
 for each position. Backward: as many programs as the multiprocessors hold share the tiles of positions evenly. For each
@@ -18,11 +18,14 @@ sums differently, by its number of programs. Targets, one pair for each position
 allocates 4 N (I C + M) bytes for each slot; there are fewer slots than groups and programs together.
 
 Registers are scarce: the gate's gradients, 2 M H numbers in FP32, are a quarter of all of a multiprocessor's. In BF16
-and up to a width of 32, two backward programs share it all the same: of 4 warps, because what each thread needs then
-exists half as often, and with few pairs at once. Otherwise one has it for itself.
+and up to a width of 32, two backward programs of 4 warps share it all the same, because what each thread needs then
+exists half as often, and with few pairs at once. On Hopper, one program of 8 warps has 128 pairs at once there: the
+gradients are half as many for each thread, and the compiler lets products overlap (see `Kernel.serialized` in
+benchmarks/kernels.py). Otherwise one program has the multiprocessor for itself.
 Products of pairs have fewer rows than columns: then Triton divides the columns among the warps, and a warp needs little
 of the weights. With as many rows as columns it would give each warp 16 rows, for which there are too few pairs; warps
-would hold copies of all, and spill thousands of bytes. This is why some products are written as their transposes. Sums
+would hold copies of all, and spill thousands of bytes. This is why some products are written as their transposes, but
+not on Hopper, whose groups of four warps take 64 rows at once (`_product`). Sums
 over pairs (biases, gating weights) are products with constants, because sums across lanes take several times the
 instructions. BUDGET has what a program may take; tests/test_kernels.py compiles for each GPU.
 
@@ -89,8 +92,10 @@ BUDGET = {
     "_negatives_backward, float32": (1, 1700),
     "_negatives_backward, limit": (1, 2312),
     "_target_backward, limit": (1, 0),
-    "_negatives_forward, bfloat16, sm_90": (2, 28),
-    "_negatives_backward, bfloat16, sm_90": (2, 1016),
+    "_negatives_forward, 8 x 8 x 32 x 128, bfloat16, sm_90": (1, 40),
+    "_negatives_backward, 8 x 8 x 32 x 128, bfloat16, sm_90": (1, 636),
+    "_negatives_forward, bfloat16, sm_90": (2, 0),
+    "_negatives_backward, bfloat16, sm_90": (2, 20),
     "_target_forward": (2, 0),
     "_negatives_forward": (1, 0),
     "_target_backward": (2, 0),
@@ -127,13 +132,18 @@ def _plan(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.devi
     shared = half and CP <= 32
     """Whether two backward programs share a multiprocessor."""
     TT = max((16 if shared else 32) // NT, 16 // UP)
+    # Few components cannot be divided among more warps: each would have copies.
+    of_targets = 16 if not half else 4 if shared or UP * IP <= 16 else 8
+    warps = 4 if shared else of_targets
     if shared and _is_hopper(device):
         # Its tensor cores take 64 rows at once. On an H100, 64 pairs of 8 x 8 spill 1 kB in the backward, which is 1.2
         # times as fast as with 16 pairs, which spill nothing; the forward is 2.2 times as fast.
         TT = max(TT, min(8, 4096 // (NT * UP * IP)))
-    # Few components cannot be divided among more warps: each would have copies.
-    of_targets = 16 if not half else 4 if shared or UP * IP <= 16 else 8
-    return _Plan(UP, IP, CP, HP, TT, NT, 16, of_targets, 4 if shared else of_targets)
+        if NT * UP * IP * HP >= 65536:
+            # A thread cannot hold the sums of several products of 64 pairs beside the gate's gradients, so each would
+            # wait for the one before. Of 128 pairs among 8 warps it can. Not timed on a GPU yet.
+            TT, warps = 16, 8
+    return _Plan(UP, IP, CP, HP, TT, NT, 16, of_targets, warps)
 
 
 def _registers(warps: int) -> dict[str, int]:
@@ -351,6 +361,16 @@ def _dot_add(a, b, c, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _product(a, b, WARPGROUPS: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a b with few columns. Hopper's groups of four warps multiply 64 rows at once; others compute the transpose, whose
+    columns Triton divides among the warps."""
+    if WARPGROUPS and a.shape[0] >= 64:
+        return _dot(a, b, EMULATED)
+    else:
+        return tl.trans(_dot(tl.trans(b), tl.trans(a), EMULATED))
+
+
+@triton.jit
 def _sigmoid(x, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
     if COARSE:  # one instruction of the unit that is short of time, not two
         half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
@@ -400,11 +420,14 @@ def _store_gate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_sums(to, x, k, exists, ones, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_sums(  # type: ignore[no-untyped-def]
+    to, x, k, exists, ones, WARPGROUPS: tl.constexpr, EMULATED: tl.constexpr
+):
     """Adds the sums over the pairs of x [P, K] to memory."""
-    row = tl.arange(0, ONES)
-    mask = (row == 0)[:, None] & exists[None, :]
-    tl.atomic_add(to + k[None, :] + 0 * row[:, None], _dot(ones, x, EMULATED), mask=mask, sem="relaxed")
+    column = tl.arange(0, ONES)
+    mask = exists[:, None] & (column == 0)[None, :]
+    sums = _product(tl.trans(x), tl.trans(ones), WARPGROUPS, EMULATED)
+    tl.atomic_add(to + k[:, None] + 0 * column[None, :], sums, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -451,14 +474,14 @@ def _hidden(logit, up_HM, up_H, COARSE: tl.constexpr, EMULATED: tl.constexpr):  
 @triton.jit
 def _hidden_back(  # type: ignore[no-untyped-def]
     hidden, slope, logit, d_z, up_HM, down_MH, d_up, to_bias, d_down, d_logit, ones,
-    H: tl.constexpr, HP: tl.constexpr, EMULATED: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, WARPGROUPS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """The sums so far plus the contribution of the pairs of d_z [P, M] through these hidden units."""
     h = tl.arange(0, HP)
     d_down = _dot_add(tl.trans(d_z), hidden, d_down, EMULATED)
     d_hidden = rounded(_dot(d_z, down_MH, EMULATED) * slope, logit.dtype, EMULATED)
     d_up = _dot_add(tl.trans(logit), d_hidden, d_up, EMULATED)
-    _add_sums(to_bias, d_hidden, h, h < H, ones, EMULATED)
+    _add_sums(to_bias, d_hidden, h, h < H, ones, WARPGROUPS, EMULATED)
     d_logit = _dot_add(d_hidden, up_HM, d_logit, EMULATED)
     return d_up, d_down, d_logit
 
@@ -558,6 +581,7 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
     """whole: log-sum-exp of phi over target and negatives. Adds to d_query*, d_item* (by slot) and d_gate."""
     M: tl.constexpr = U * I
     MP: tl.constexpr = UP * IP
+    WARPGROUPS: tl.constexpr = TT * NT * MP >= 8192
     JT: tl.constexpr = max(TT, ONES)
     JN: tl.constexpr = max(NT, ONES)
     dtype = query.dtype.element_ty
@@ -624,21 +648,23 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
             to_query = rounded((d_z_TNM * item_NM[None, :, :]).reshape(TT * NT, MP), dtype, EMULATED)
             j = tl.arange(0, JT)
             tl.atomic_add(
-                d_query_weights + (start + j)[:, None] * M + m[None, :], _dot(is_T, to_query, EMULATED),
-                mask=((j < TT) & (start + j < end))[:, None] & exists[None, :], sem="relaxed",
+                d_query_weights + (start + j)[None, :] * M + m[:, None],
+                _product(tl.trans(to_query), tl.trans(is_T), WARPGROUPS, EMULATED),
+                mask=((j < TT) & (start + j < end))[None, :] & exists[:, None], sem="relaxed",
             )  # fmt: skip
             to_item = rounded((d_z_TNM * query_TM[:, None, :]).reshape(TT * NT, MP), dtype, EMULATED)
             j = tl.arange(0, JN)
             tl.atomic_add(
-                d_item_weights + (slot * N + first + j)[:, None] * M + m[None, :], _dot(is_N, to_item, EMULATED),
-                mask=((j < NT) & (first + j < N))[:, None] & exists[None, :], sem="relaxed",
+                d_item_weights + (slot * N + first + j)[None, :] * M + m[:, None],
+                _product(tl.trans(to_item), tl.trans(is_N), WARPGROUPS, EMULATED),
+                mask=((j < NT) & (first + j < N))[None, :] & exists[:, None], sem="relaxed",
             )  # fmt: skip
 
             d_z = rounded(d_z, dtype, EMULATED)
-            _add_sums(d_gate + none + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+            _add_sums(d_gate + none + 2 * H * M + H, d_z, m, exists, ones_P, WARPGROUPS, EMULATED)
             d_up, d_down, d_logit = _hidden_back(
                 hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + none + H * M, d_down, d_logit, ones_P,
-                H, HP, EMULATED,
+                H, HP, WARPGROUPS, EMULATED,
             )  # fmt: skip
             if query.dtype.element_ty != tl.float32:
                 # Loaded again, because there are no registers to keep them.
@@ -646,14 +672,14 @@ def _negatives_backward(  # type: ignore[no-untyped-def]
                 item_NIC = _load_components(item, negative_NI, i, item_inside, I, C, CP, ".ca")
             d_side = _side_major(rounded(d_logit, dtype, EMULATED), TT, NT, UP, IP)
             tl.atomic_add(
-                d_query + (tu * U + u)[None, :] * C + c[:, None],
-                _dot(tl.trans(item_NIC), tl.trans(d_side), EMULATED),
-                mask=((tu < end) & (u < U))[None, :] & (c < C)[:, None], sem="relaxed",
+                d_query + (tu * U + u)[:, None] * C + c[None, :],
+                _product(d_side, item_NIC, WARPGROUPS, EMULATED),
+                mask=((tu < end) & (u < U))[:, None] & (c < C)[None, :], sem="relaxed",
             )  # fmt: skip
             tl.atomic_add(
-                d_item + ((slot * N + ni) * I + i)[None, :] * C + c[:, None],
-                _dot(tl.trans(query_TUC), d_side, EMULATED),
-                mask=item_inside[None, :] & (c < C)[:, None], sem="relaxed",
+                d_item + ((slot * N + ni) * I + i)[:, None] * C + c[None, :],
+                _product(tl.trans(d_side), query_TUC, WARPGROUPS, EMULATED),
+                mask=item_inside[:, None] & (c < C)[None, :], sem="relaxed",
             )  # fmt: skip
     _store_gate(d_gate, d_up, d_down, m, exists, M, H, HP)
 
@@ -767,14 +793,14 @@ def _target_backward(  # type: ignore[no-untyped-def]
         tl.store(d_query_weights + t.to(tl.int64)[:, None] * M + m[None, :], d_z * item_TM, mask=inside)
         tl.store(d_target_weights + t.to(tl.int64)[:, None] * M + m[None, :], d_z * query_TM, mask=inside)
         d_z = rounded(d_z, dtype, EMULATED)
-        _add_sums(d_gate + none + 2 * H * M + H, d_z, m, exists, ones_P, EMULATED)
+        _add_sums(d_gate + none + 2 * H * M + H, d_z, m, exists, ones_P, False, EMULATED)
         if dtype != tl.float32:
             # Computed again, a sixth more of the products, because there are no registers to keep it.
             up_H = tl.load(up_bias + _none(COARSE) + h, mask=h < H, other=0.0)
             slope_H = _hidden(logit, up_HM, up_H, COARSE, EMULATED)[1]
         d_up, d_down, d_logit = _hidden_back(
             hidden, slope_H, logit, d_z, up_HM, down_MH, d_up, d_gate + none + H * M, d_down, d_logit, ones_P,
-            H, HP, EMULATED,
+            H, HP, False, EMULATED,
         )  # fmt: skip
         t, target_T = _targets(number, target, T, TT, COARSE)
         d_logit_TUI = d_logit.reshape(TT, UP, IP)
