@@ -33,7 +33,7 @@ class WireConfig:
     """Precision of the gradients sent back; fp8 is E5M2 with one scale per row. fp8_stochastic rounds up or down at
     random, as a function of seed and step, so that the mean is exact; each error may be twice as large."""
     dense: DensePrecision = "fp32"
-    """Precision of the tower's gradients in DDP's all-reduce; bf16 halves their bytes and sums them in BF16."""
+    """Precision of the tower's gradients where the ranks sum them; bf16 halves their bytes and sums them in BF16."""
     parts: int = 1
     """Number of parts in which rows and their gradients are exchanged: while one is in flight, another is looked up,
     encoded, decoded or updated. A few parts pay off when many rows cross a slow link."""

@@ -8,7 +8,7 @@ arrival: encoded bytes cannot be added on the way. Both directions run while the
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -184,9 +184,9 @@ class Exchange:
     summed: bool = False
     order: Tensor | None = None
     counted: Sequence[tuple[RowLayout, int | Tensor]] = ()
-    owner_like: tuple[torch.Size, torch.dtype] | None = field(default=None, repr=False)
+    owner_like: tuple[torch.Size, torch.dtype] | None = None
     """Of the owner's values, where gradients are received of rows that were not sent."""
-    _in_flight: "_InFlight | None" = field(default=None, repr=False)
+    _in_flight: "_InFlight | None" = None
 
     def start(self, values: Tensor) -> Awaitable[Tensor]:
         """Sends the owner's values; differentiable, collective."""
@@ -250,69 +250,52 @@ class Exchange:
         return values
 
     def _send(self, direction: Direction, encoded: Tensor, sender: End, receiver: End) -> None:
-        if self.group.size() == 1:
-            self._in_flight = _InFlight(encoded, encoded, [], _Segments([encoded.numel()], [encoded.numel()]))
-            return
         codec = self.wire.codecs[direction]
         send, receive = (
-            _Segments.of(
-                [sum(span.rows * codec.row_bytes(span.layout) for span in spans) for spans in end.spans_by_rank],
-                self.group,
-            )
+            [sum(span.rows * codec.row_bytes(span.layout) for span in spans) for spans in end.spans_by_rank]
             for end in (sender, receiver)
         )
         self._in_flight = _all_to_all(encoded, send, receive, self.group)
         for layout, rows in self.counted:
             self.wire.count(direction, layout, rows)
-        if padding := (send if sender is self.owner else receive).padding(self.group.rank()):
+        own = [*(send if sender is self.owner else receive)]
+        own[self.group.rank()] = 0  # stays here
+        if padding := sum(_padded(own, self.group)) - sum(own):
             # Of whichever of its tables.
             table = next(segment.table for layout, _ in self.counted for segment in layout)
             self.wire.count_padding(direction, table, padding)
 
 
-class _Segments(NamedTuple):
-    """Bytes that go to or come from each rank: `sizes` of them, `padded` on the wire."""
-
-    sizes: list[int]
-    padded: list[int]
-
-    @classmethod
-    def of(cls, sizes: list[int], group: dist.ProcessGroup) -> "_Segments":
-        return cls(sizes, sizes if dist.get_backend(group) == "gloo" else [*map(_aligned, sizes)])
-
-    def padding(self, mine: int) -> int:
-        """Bytes of padding that cross the wire."""
-        pairs = enumerate(zip(self.sizes, self.padded, strict=True))
-        return sum(padded - size for rank, (size, padded) in pairs if rank != mine)
+ALIGNMENT = {"gloo": 1}
+"""Bytes that a rank's segment begins at a multiple of, by backend; with others it is 16: NCCL copies a segment that
+begins elsewhere byte by byte."""
 
 
-_ALIGNMENT = 16
-"""Bytes. NCCL copies a rank's segment byte by byte where it does not begin at a multiple of them."""
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _padded(sizes: list[int], group: dist.ProcessGroup) -> list[int]:
+    """Returns the bytes of segments of these sizes on the wire."""
+    step = ALIGNMENT.get(dist.get_backend(group), 16)
+    return [-(-size // step) * step for size in sizes]
 
 
 @dataclass
 class _InFlight:
-    """Bytes on their way. `sent` must live until they have arrived."""
+    """Bytes on their way: from each rank so many, padded on the wire. `sent` must live until they have arrived."""
 
     received: Tensor
     sent: Tensor
     pending: list[dist.Work]
-    segments: _Segments
+    sizes: list[int]
+    padded: list[int]
 
     def wait(self) -> Tensor:
         for work in self.pending:
             work.wait()
         if self.received.is_cuda:
             self.received.record_stream(torch.cuda.current_stream())
-        sizes, padded = self.segments
-        if padded == sizes:
+        if self.padded == self.sizes:
             return self.received
-        compact = self.received.new_empty(sum(sizes))
-        _copy_segments(compact.split(sizes), self.received.split(padded), sizes)
+        compact = self.received.new_empty(sum(self.sizes))
+        _copy_segments(compact.split(self.sizes), self.received.split(self.padded), self.sizes)
         return compact
 
 
@@ -324,24 +307,26 @@ def _copy_segments(targets: Sequence[Tensor], sources: Sequence[Tensor], sizes: 
     )
 
 
-def _all_to_all(encoded: Tensor, send: _Segments, receive: _Segments, group: dist.ProcessGroup) -> _InFlight:
-    """Starts an all-to-all of bytes without waiting for it."""
-    sent = encoded
-    if send.padded != send.sizes:
-        sent = encoded.new_empty(sum(send.padded))
-        _copy_segments(sent.split(send.padded), encoded.split(send.sizes), send.sizes)
-    received = torch.empty(sum(receive.padded), dtype=torch.uint8, device=encoded.device)
+def _all_to_all(encoded: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> _InFlight:
+    """Starts an all-to-all of bytes, of which each rank gets and sends so many, without waiting for it."""
+    if group.size() == 1:
+        return _InFlight(encoded, encoded, [], send, send)
+    sent, to_send, to_receive = encoded, _padded(send, group), _padded(receive, group)
+    if to_send != send:
+        sent = encoded.new_empty(sum(to_send))
+        _copy_segments(sent.split(to_send), encoded.split(send), send)
+    received = torch.empty(sum(to_receive), dtype=torch.uint8, device=encoded.device)
     if dist.get_backend(group) != "gloo":
-        work = dist.all_to_all_single(received, sent, receive.padded, send.padded, group=group, async_op=True)
-        return _InFlight(received, sent, [work], receive)
+        work = dist.all_to_all_single(received, sent, to_receive, to_send, group=group, async_op=True)
+        return _InFlight(received, sent, [work], receive, to_receive)
     # gloo's own all-to-all sends before it receives, so a link mostly carries one direction at a time.
-    theirs, ours = received.split(receive.padded), sent.split(send.padded)
+    theirs, ours = received.split(to_receive), sent.split(to_send)
     mine, W = group.rank(), group.size()
     others = [(mine + shift) % W for shift in range(1, W)]
-    pending = [group.recv([theirs[rank]], rank, 0) for rank in others if receive.sizes[rank]]
-    pending += [group.send([ours[rank]], rank, 0) for rank in others if send.sizes[rank]]
+    pending = [group.recv([theirs[rank]], rank, 0) for rank in others if receive[rank]]
+    pending += [group.send([ours[rank]], rank, 0) for rank in others if send[rank]]
     theirs[mine].copy_(ours[mine])
-    return _InFlight(received, sent, pending, receive)
+    return _InFlight(received, sent, pending, receive, to_receive)
 
 
 def _sent_as_is(codec: Codec, end: End) -> bool:

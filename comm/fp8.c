@@ -16,7 +16,6 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { FP32 = 0, BF16 = 1 };
 enum { SCALE_BYTES = 2, NAN_BYTE = 0x7F };
 /* Elements to a loop of known length: twice as many where the row has them, which fills AVX-512's registers. gcc 12
  * spells a loop of 16 out and then finds no vectors in it. Bytes are made of words, and words of bytes, in loops of
@@ -47,11 +46,6 @@ INLINE float float_of(uint32_t bits) {
     return x;
 }
 
-INLINE uint32_t load_bits(const void *values, ptrdiff_t at, int source) {
-    if (source == BF16) return (uint32_t)((const uint16_t *)values)[at] << 16;
-    return ((const uint32_t *)values)[at];
-}
-
 /* Noise: see `noise` in fp8.py. */
 
 typedef struct {
@@ -64,9 +58,9 @@ INLINE uint32_t mix(uint32_t bits) {
     return bits ^ bits >> 16;
 }
 
-INLINE Keys keys_of(uint64_t seed, uint32_t place_high) {
+INLINE Keys keys_of(uint64_t seed) {
     Keys keys;
-    keys.first = mix(mix(place_high ^ 0x9E3779B9u) ^ (uint32_t)seed);
+    keys.first = mix(mix(0x9E3779B9u) ^ (uint32_t)seed);
     keys.second = mix(keys.first ^ (uint32_t)(seed >> 32) ^ 0x85EBCA6Bu);
     return keys;
 }
@@ -95,10 +89,10 @@ INLINE uint32_t at_random(uint32_t bits, uint32_t noise, int mantissa) {
 }
 
 /* The largest magnitude, or the largest finite one. */
-INLINE uint32_t largest_bits(const void *values, ptrdiff_t from, ptrdiff_t D, int source, int finite) {
+INLINE uint32_t largest_bits(const float *values, ptrdiff_t D, int finite) {
     uint32_t amax = 0;
-    for (ptrdiff_t c = from; c < from + D; c++) {
-        uint32_t magnitude = load_bits(values, c, source) & 0x7FFFFFFFu;
+    for (ptrdiff_t c = 0; c < D; c++) {
+        uint32_t magnitude = bits_of(values[c]) & 0x7FFFFFFFu;
         if (finite) magnitude &= -(magnitude < INFINITY_BITS); /* a mask: gcc 12 makes no vector of a choice here */
         amax = amax > magnitude ? amax : magnitude;
     }
@@ -113,10 +107,10 @@ typedef struct {
     float lift, inverse;
 } Plan;
 
-INLINE Plan plan_for(const void *values, ptrdiff_t from, ptrdiff_t D, int source, int mantissa) {
-    uint32_t amax = largest_bits(values, from, D, source, 0);
+INLINE Plan plan_for(const float *values, ptrdiff_t D, int mantissa) {
+    uint32_t amax = largest_bits(values, D, 0);
     int within = amax <= LARGEST_BF16_BITS << 16;
-    if (amax >= INFINITY_BITS) amax = largest_bits(values, from, D, source, 1);
+    if (amax >= INFINITY_BITS) amax = largest_bits(values, D, 1);
     Plan plan;
     plan.scale_bits = (amax + 0xFFFFu) >> 16;
     if (plan.scale_bits > LARGEST_BF16_BITS) plan.scale_bits = LARGEST_BF16_BITS;
@@ -127,11 +121,11 @@ INLINE Plan plan_for(const void *values, ptrdiff_t from, ptrdiff_t D, int source
     return plan;
 }
 
-INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *restrict payload, Plan plan,
-                         const Keys *keys, uint32_t place, int ordinary, int source, int mantissa, int block) {
+INLINE void encode_block(const float *restrict values, uint8_t *restrict payload, Plan plan, const Keys *keys,
+                         uint32_t place, int ordinary, int mantissa, int block) {
     uint32_t largest = bits_of(LARGEST(mantissa)), wide[2 * BLOCK];
     for (int c = 0; c < block; c++) {
-        uint32_t x = load_bits(values, from + c, source), magnitude = x & 0x7FFFFFFFu;
+        uint32_t x = bits_of(values[c]), magnitude = x & 0x7FFFFFFFu;
         uint32_t y = bits_of(float_of(magnitude) * (ordinary ? 1.0f : plan.lift) * plan.inverse);
         /* In an ordinary group y exceeds the largest by roundings at most, which nearest() takes off again. */
         if (keys || !ordinary) y = y < largest ? y : largest;
@@ -143,80 +137,56 @@ INLINE void encode_block(const void *restrict values, ptrdiff_t from, uint8_t *r
     for (int c = 0; c < block; c++) payload[c] = (uint8_t)wide[c];
 }
 
-INLINE void encode_blocks(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan,
-                          const Keys *keys, uint32_t place, int ordinary, int source, int mantissa) {
+INLINE void encode_blocks(const float *values, ptrdiff_t D, uint8_t *payload, Plan plan, const Keys *keys,
+                          uint32_t place, int ordinary, int mantissa) {
     ptrdiff_t c = 0;
-#define ENCODE_BLOCK(from_values, at, to, kind, block) \
-    encode_block(from_values, at, to, plan, keys, place + (uint32_t)c, ordinary, kind, mantissa, block)
-    for (; c + 2 * BLOCK <= D; c += 2 * BLOCK) ENCODE_BLOCK(values, from + c, payload + c, source, 2 * BLOCK);
-    for (; c + BLOCK <= D; c += BLOCK) ENCODE_BLOCK(values, from + c, payload + c, source, BLOCK);
+#define ENCODE_BLOCK(from, to, block) encode_block(from, to, plan, keys, place + (uint32_t)c, ordinary, mantissa, block)
+    for (; c + 2 * BLOCK <= D; c += 2 * BLOCK) ENCODE_BLOCK(values + c, payload + c, 2 * BLOCK);
+    for (; c + BLOCK <= D; c += BLOCK) ENCODE_BLOCK(values + c, payload + c, BLOCK);
     if (c < D) { /* the rest in a block of its own: one by one it would take longer than all before it */
-        uint32_t rest[BLOCK] = {0};
+        float rest[BLOCK] = {0};
         uint8_t bytes[BLOCK];
-        for (ptrdiff_t i = 0; i < D - c; i++) rest[i] = load_bits(values, from + c + i, source);
-        ENCODE_BLOCK(rest, 0, bytes, FP32, BLOCK);
+        memcpy(rest, values + c, (size_t)(D - c) * sizeof *rest);
+        ENCODE_BLOCK(rest, bytes, BLOCK);
         memcpy(payload + c, bytes, (size_t)(D - c));
     }
 #undef ENCODE_BLOCK
 }
 
-INLINE void encode(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan, const Keys *keys,
-                   uint32_t place, int source, int mantissa) {
-    if (plan.ordinary)
-        encode_blocks(values, from, D, payload, plan, keys, place, 1, source, mantissa);
-    else
-        encode_blocks(values, from, D, payload, plan, keys, place, 0, source, mantissa);
-}
-
-/* `encode` with the noise of 64-bit places: a row may cross a multiple of 2^32. */
-INLINE void encode_at_random(const void *values, ptrdiff_t from, ptrdiff_t D, uint8_t *payload, Plan plan,
-                             uint64_t seed, uint64_t place, int source, int mantissa) {
-    while (D > 0) {
-        uint64_t until = ((uint64_t)1 << 32) - (uint32_t)place;
-        ptrdiff_t run = (uint64_t)D < until ? D : (ptrdiff_t)until;
-        Keys keys = keys_of(seed, (uint32_t)(place >> 32));
-        encode(values, from, run, payload, plan, &keys, (uint32_t)place, source, mantissa);
-        from += run, payload += run, place += (uint64_t)run, D -= run;
-    }
-}
-
-INLINE void quantize_rows(const void *values, ptrdiff_t stride, ptrdiff_t rows, const int64_t *widths, int groups,
-                          int random, uint64_t seed, uint64_t place, uint8_t *wire, int source, int mantissa) {
+INLINE void quantize_rows(const float *values, ptrdiff_t stride, ptrdiff_t rows, const int64_t *widths, int groups,
+                          const Keys *keys, uint8_t *wire, int mantissa) {
     if (rows == 0 || groups == 0) return;
-    Plan upcoming = plan_for(values, 0, (ptrdiff_t)widths[0], source, mantissa);
+    uint32_t place = 0;
+    Plan upcoming = plan_for(values, (ptrdiff_t)widths[0], mantissa);
     for (ptrdiff_t r = 0; r < rows; r++) {
-        ptrdiff_t from = r * stride;
+        const float *from = values + r * stride;
         for (int g = 0; g < groups; g++) {
             ptrdiff_t D = (ptrdiff_t)widths[g];
             Plan plan = upcoming; /* made one group ahead, or its division would be waited for */
             int last = g + 1 == groups;
             if (!last || r + 1 < rows)
-                upcoming = plan_for(values, last ? (r + 1) * stride : from + D, (ptrdiff_t)widths[last ? 0 : g + 1],
-                                    source, mantissa);
-            if (random)
-                encode_at_random(values, from, D, wire, plan, seed, place, source, mantissa);
+                upcoming = plan_for(last ? values + (r + 1) * stride : from + D, (ptrdiff_t)widths[last ? 0 : g + 1],
+                                    mantissa);
+            if (plan.ordinary)
+                encode_blocks(from, D, wire, plan, keys, place, 1, mantissa);
             else
-                encode(values, from, D, wire, plan, NULL, 0, source, mantissa);
+                encode_blocks(from, D, wire, plan, keys, place, 0, mantissa);
             wire[D] = (uint8_t)plan.scale_bits;
             wire[D + 1] = (uint8_t)(plan.scale_bits >> 8);
-            wire += D + SCALE_BYTES, from += D, place += (uint64_t)D;
+            wire += D + SCALE_BYTES, from += D, place += (uint32_t)D;
         }
     }
 }
 
-/* `stride`: elements from row to row. `place`: that of the first element. `mantissa`: 3 for E4M3, 2 for E5M2. */
-EXPORT FOR_EACH_CPU void logitmix_fp8_quantize(const void *values, int source, int64_t stride, int64_t rows,
-                                               const int64_t *widths, int groups, int mantissa, int random,
-                                               uint64_t seed, uint64_t place, uint8_t *wire) {
-#define CASE(s, m) \
-    if (source == s && mantissa == m) { \
-        if (random) quantize_rows(values, stride, rows, widths, groups, 1, seed, place, wire, s, m); \
-        else quantize_rows(values, stride, rows, widths, groups, 0, 0, 0, wire, s, m); \
-    }
-    CASE(FP32, 3)
-    CASE(FP32, 2)
-    CASE(BF16, 3)
-    CASE(BF16, 2)
+/* `stride`: elements from row to row. `mantissa`: 3 for E4M3, 2 for E5M2. */
+EXPORT FOR_EACH_CPU void fp8_quantize(const float *values, int64_t stride, int64_t rows, const int64_t *widths,
+                                               int groups, int mantissa, int random, uint64_t seed, uint8_t *wire) {
+    const Keys keys = keys_of(seed);
+#define CASE(m, key) quantize_rows(values, stride, rows, widths, groups, key, wire, m)
+    if (mantissa == 3 && random) CASE(3, &keys);
+    else if (mantissa == 3) CASE(3, NULL);
+    else if (random) CASE(2, &keys);
+    else CASE(2, NULL);
 #undef CASE
 }
 
@@ -267,7 +237,7 @@ INLINE void dequantize_rows(const uint8_t *wire, ptrdiff_t wire_stride, ptrdiff_
     }
 }
 
-EXPORT FOR_EACH_CPU void logitmix_fp8_dequantize(const uint8_t *wire, int64_t wire_stride, int64_t rows,
+EXPORT FOR_EACH_CPU void fp8_dequantize(const uint8_t *wire, int64_t wire_stride, int64_t rows,
                                                  const int64_t *widths, int groups, int mantissa, float *values,
                                                  int64_t stride) {
     if (mantissa == 3)

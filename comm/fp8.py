@@ -34,7 +34,7 @@ def quantize_rowwise(
 
     `dtype` is float8_e4m3fn or float8_e5m2; `widths` (default: one group) cut the columns. Rounds to nearest even or,
     with a `seed` in [0, 2^63), up or down at random such that the mean is exact: a pure function of the seed and of
-    the element's place r W + c. `out` is contiguous.
+    the element's place r W + c, modulo 2^32. `out` is contiguous.
 
     The scale is the group's largest finite magnitude, rounded up to BF16 (and to no more than the largest BF16). What
     arrives has an error of at most max(2^-4 |x|, 2^-10 scale / 448) for E4M3 and max(2^-3 |x|, 2^-17 scale / 57344) for

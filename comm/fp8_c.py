@@ -8,39 +8,26 @@ import torch
 from logitmix.comm.fp8_plain import MANTISSA_BITS
 from logitmix.common.compiled import lazy_library
 
-SOURCES = {torch.float32: 0, torch.bfloat16: 1}
-
 _pointer, _int, _int64, _uint64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
-
-
 library = lazy_library(
     "logitmix.comm._fp8",
-    logitmix_fp8_quantize=(
-        None, _pointer, _int, _int64, _int64, _pointer, _int, _int, _int, _uint64, _uint64, _pointer
-    ),
-    logitmix_fp8_dequantize=(None, _pointer, _int64, _int64, _pointer, _int, _int, _pointer, _int64),
+    fp8_quantize=(None, _pointer, _int64, _int64, _pointer, _int, _int, _int, _uint64, _pointer),
+    fp8_dequantize=(None, _pointer, _int64, _int64, _pointer, _int, _int, _pointer, _int64),
 )  # fmt: skip
 
 
 def quantize(
-    values_RW: torch.Tensor,
-    dtype: torch.dtype,
-    widths: Sequence[int],
-    seed: int | None,
-    wire: torch.Tensor,
-    first_place: int = 0,
+    values_RW: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], seed: int | None, wire: torch.Tensor
 ) -> None:
-    if values_RW.dtype not in SOURCES:
-        values_RW = values_RW.float()
-    library().logitmix_fp8_quantize(
-        values_RW.data_ptr(), SOURCES[values_RW.dtype], values_RW.stride(0), len(values_RW),
-        _int64s(widths), len(widths), MANTISSA_BITS[dtype],
-        seed is not None, seed or 0, first_place, wire.data_ptr(),
+    values_RW = values_RW.float()
+    library().fp8_quantize(
+        values_RW.data_ptr(), values_RW.stride(0), len(values_RW), _int64s(widths), len(widths), MANTISSA_BITS[dtype],
+        seed is not None, seed or 0, wire.data_ptr(),
     )  # fmt: skip
 
 
 def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], values_RW: torch.Tensor) -> None:
-    library().logitmix_fp8_dequantize(
+    library().fp8_dequantize(
         wire.data_ptr(), wire.stride(0), len(wire),
         _int64s(widths), len(widths), MANTISSA_BITS[dtype], values_RW.data_ptr(), values_RW.stride(0),
     )  # fmt: skip

@@ -19,16 +19,11 @@ MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def quantize(
-    values_RW: torch.Tensor,
-    dtype: torch.dtype,
-    widths: Sequence[int],
-    seed: int | None,
-    wire: torch.Tensor,
-    first_place: int = 0,
+    values_RW: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], seed: int | None, wire: torch.Tensor
 ) -> None:
-    """The definition of the bytes: fills `wire`. `first_place`: place of the first element, if the rows begin later."""
+    """The definition of the bytes: fills `wire`."""
     R, W = values_RW.shape
-    place_R1 = first_place + torch.arange(R, device=values_RW.device).unsqueeze(1) * W
+    place_R1 = torch.arange(R, device=values_RW.device).unsqueeze(1) * W
     for columns, payload, scale in _groups(widths):
         x_RD = values_RW[:, columns].float()
         magnitude_RD = x_RD.view(torch.int32) & 0x7FFFFFFF
@@ -60,12 +55,12 @@ def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], va
 
 
 def noise(seed: int, place: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each place (int64): two rounds of a multiply-xorshift hash, each with its own key."""
-    low, high = place & 0xFFFFFFFF, place >> 32
+    """32 random bits for each place (int64, modulo 2^32): two rounds of a multiply-xorshift hash, each with its own
+    key."""
     # Two keys: with one, another seed would only permute the same bits over the places.
-    key = _mix(_mix(high ^ 0x9E3779B9) ^ (seed & 0xFFFFFFFF))
+    key = _mix(_mix(place.new_full((), 0x9E3779B9)) ^ (seed & 0xFFFFFFFF))
     other_key = _mix(key ^ (seed >> 32) ^ 0x85EBCA6B)
-    return _mix(_mix(low ^ key) ^ other_key)
+    return _mix(_mix((place & 0xFFFFFFFF) ^ key) ^ other_key)
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

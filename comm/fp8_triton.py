@@ -28,15 +28,11 @@ TINY = tl.constexpr(fp8_plain.TINY)
 LIFT = tl.constexpr(fp8_plain.LIFT)
 UNLIFT = tl.constexpr(1 / fp8_plain.LIFT)
 SCALE_BYTES = tl.constexpr(fp8_plain.SCALE_BYTES)
+FIRST_KEY = tl.constexpr(0x1FCE552)  # of fp8_plain.noise: 0x9E3779B9, mixed
 
 
 def quantize(
-    values_RW: torch.Tensor,
-    dtype: torch.dtype,
-    widths: Sequence[int],
-    seed: int | None,
-    wire: torch.Tensor,
-    first_place: int = 0,
+    values_RW: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], seed: int | None, wire: torch.Tensor
 ) -> None:
     R, W = values_RW.shape
     if wire.numel() == 0:
@@ -45,7 +41,7 @@ def quantize(
     low, high = (seed or 0) & 0xFFFFFFFF, (seed or 0) >> 32
     with torch.cuda.device_of(wire):
         _quantize_kernel[grid](
-            values_RW, values_RW.stride(0), wire, wire.shape[1], ends, R, W, first_place, low, high,
+            values_RW, values_RW.stride(0), wire, wire.shape[1], ends, R, W, low, high,
             RANDOM=seed is not None, MANTISSA=MANTISSA_BITS[dtype], LARGEST=torch.finfo(dtype).max,
             ROWS=rows, BLOCK=block, enable_fp_fusion=False,
         )  # fmt: skip
@@ -85,10 +81,9 @@ def _mix(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise(place, seed_low, seed_high):  # type: ignore[no-untyped-def]
-    low, high = place.to(tl.uint32), (place >> 32).to(tl.uint32)
-    key = _mix(_mix(high ^ 0x9E3779B9) ^ seed_low.to(tl.uint32))
+    key = _mix(seed_low.to(tl.uint32) ^ FIRST_KEY)
     other_key = _mix(key ^ seed_high.to(tl.uint32) ^ 0x85EBCA6B)
-    return _mix(_mix(low ^ key) ^ other_key)
+    return _mix(_mix(place.to(tl.uint32) ^ key) ^ other_key)
 
 
 @triton.jit
@@ -121,9 +116,9 @@ def _at_random(bits, noise, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-
     return (fixed + (noise & ((1 << SHIFT) - 1)).to(tl.int32)) >> SHIFT
 
 
-@triton.jit(do_not_specialize=["first_place", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    values, stride, wire, wire_stride, ends, R, W, first_place, seed_low, seed_high,
+    values, stride, wire, wire_stride, ends, R, W, seed_low, seed_high,
     RANDOM: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1)
@@ -146,7 +141,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     y = (magnitude.to(tl.float32, bitcast=True) * lift[:, None]) * inverse[:, None]
     y_bits = tl.minimum(y, LARGEST).to(tl.int32, bitcast=True)
     if RANDOM:
-        place = first_place + row[:, None] * W + column[None, :]
+        place = row[:, None] * W + column[None, :]
         byte = _at_random(y_bits, _noise(place, seed_low, seed_high), MANTISSA)
     else:
         byte = _nearest(y_bits, MANTISSA)

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -35,6 +35,7 @@ NAMING = 30.0
 """Seconds in which a rank that has been silent for too long is named, on a busy host too: two INTERVALs to notice it,
 LISTENS and twice ANSWERS."""
 
+T = TypeVar("T")
 OURS = __name__.partition(".")[0] + "."
 
 
@@ -163,20 +164,31 @@ class Heartbeat:
                 return
 
     def _entries(self, store: dist.Store) -> dict[int, str] | None:
-        """Every rank's entry, "" where it has none; None if the store does not answer: the thread that waits for a
-        stopped host cannot be ended."""
-        found: dict[int, str] = {}
+        """Every rank's entry, "" where it has none; None if the store does not answer."""
 
-        def read() -> None:
-            with suppress(RuntimeError):
-                for rank in range(self.world_size):
-                    key = f"alive/{rank}"
-                    found[rank] = store.get(key).decode() if store.check([key]) else ""
+        def read() -> dict[int, str]:
+            keys = {rank: f"alive/{rank}" for rank in range(self.world_size)}
+            return {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
 
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(ANSWERS)
-        return found if len(found) == self.world_size else None
+        try:
+            return within(ANSWERS, read)
+        except (RuntimeError, TimeoutError):
+            return None
+
+
+def within(seconds: float, action: Callable[[], T]) -> T:
+    """Returns or raises what the action does; TimeoutError if it does not end in time. It runs in a thread, which
+    nothing ends: a client of a store waits for an answer of a stopped process without a time limit."""
+    result: Future[T] = Future()
+
+    def act() -> None:
+        try:
+            result.set_result(action())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    return result.result(seconds)
 
 
 def _place_of(frame: FrameType | None) -> str:
@@ -199,9 +211,3 @@ def _kill(entry: str) -> None:
     with suppress(OSError, ValueError):
         if int(Path(f"/proc/{sign.pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getppid():
             os.kill(sign.pid, signal.SIGKILL)
-
-
-def connection(store: dist.TCPStore, prefix: str, timeout: timedelta) -> dist.Store:
-    """Another connection to a store, which threads can use while the first one waits."""
-    other = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return dist.PrefixStore(prefix, other)

@@ -36,7 +36,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 
 from logitmix.comm.codec import RowLayout, Segment, width_of
 from logitmix.comm.config import WireConfig
-from logitmix.comm.exchange import Exchange, RowSpan, Wire, side_by_side, stacked
+from logitmix.comm.exchange import End, Exchange, RowSpan, Wire, side_by_side, stacked
 
 # TorchRec compiles parts of a sharded module, but an exchange keeps state between two calls.
 eager: Callable[[Any], Any] = torch.compiler.disable
@@ -84,12 +84,13 @@ def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
             output._dist = PooledAllToAll(sharding._pg, layouts, wire, output._callbacks)
             output._variable_dist = VariablePooledAllToAll(sharding._pg, layouts, wire)
         case RwPooledEmbeddingDist():
-            output._dist = ReduceScatter(sharding._pg, layouts[0], wire)
+            output._dist = ReduceScatter(sharding._pg, layouts, wire)
         case TwRwPooledEmbeddingDist() | GridPooledEmbeddingDist():
             per_node = _layouts(sharding._grouped_embedding_configs_per_node)
-            local = per_node[sharding._rank // sharding._intra_pg.size()]
+            ranks = sharding._intra_pg.size()
+            local = [per_node[sharding._rank // ranks]] * ranks
             output._intra_dist = output._variable_intra_dist = ReduceScatter(sharding._intra_pg, local, wire)
-            callbacks = getattr(output, "_callbacks", None)
+            callbacks = getattr(output, "_callbacks", ())
             output._cross_dist = PooledAllToAll(sharding._cross_pg, per_node, wire, callbacks)
             output._variable_cross_dist = VariablePooledAllToAll(sharding._cross_pg, per_node, wire)
         case _:
@@ -112,13 +113,47 @@ def _layouts(groups_per_rank: Sequence[Any]) -> list[RowLayout]:
     ]
 
 
-class SequenceAllToAll(nn.Module):
+class _Sender(nn.Module):
+    """What sends the rows of the features of a layout for each rank."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire, callbacks: Any = ()
+    ) -> None:
+        super().__init__()
+        self.group, self.layout_by_rank, self.wire, self.callbacks = group, layout_by_rank, wire, callbacks or ()
+        self.layout, self.mine = layout_by_rank[group.rank()], group.rank()
+
+    def _users(self, local_embs: Tensor, users: Sequence[int] | None) -> list[int]:
+        """Returns the number of users of each rank, which are equal unless they are given."""
+        W = self.group.size()
+        return list(users) if users else [len(local_embs) // W] * W
+
+    def _by_feature(self, bags_WF: Sequence[Sequence[int]]) -> list[list[RowSpan]]:
+        """Returns the spans of this rank's features for each rank: where it has none, TorchRec gives no lists."""
+        return [_spans_by_segment(bags, self.layout) for bags in bags_WF] if self.layout else [[]] * self.group.size()
+
+    def _pooled(
+        self,
+        values: Tensor,
+        sent: Sequence[Sequence[RowSpan]],
+        requester: End,
+        shape: tuple[int, ...],
+        summed: bool = False,
+    ) -> PooledEmbeddingsAwaitable:
+        """Sends the values, spans for each rank, and counts those that leave."""
+        others = [span for rank, spans in enumerate(sent) if rank != self.mine for span in spans]
+        counted = [(span.layout, span.rows) for span in others]
+        exchange = Exchange(self.wire, self.group, stacked(sent), requester, shape, summed, counted=counted)
+        awaitable = PooledEmbeddingsAwaitable(tensor_awaitable=exchange.start(values))
+        awaitable.callbacks.extend(self.callbacks)
+        return awaitable
+
+
+class SequenceAllToAll(_Sender):
     """Replaces TorchRec's SequenceEmbeddingsAllToAll: one row for each id."""
 
     def __init__(self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire) -> None:
-        super().__init__()
-        self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
-        self.layout = layout_by_rank[group.rank()]
+        super().__init__(group, layout_by_rank, wire)
         W, F = group.size(), len(self.layout)
         # The lookup's rows are ordered by (feature, rank), the wire's by (rank, feature).
         self.feature_by_rank = torch.tensor([rank + feature * W for rank in range(W) for feature in range(F)])
@@ -138,6 +173,9 @@ class SequenceAllToAll(nn.Module):
         D = local_embs.shape[1]
         rows_FW = self._rows_per_feature(lengths, batch_size_per_rank)
         sent, received = self._spans(output_splits, input_splits, rows_FW, D)
+        leaving: int | Tensor = sum(output_splits) - output_splits[self.mine]
+        if rows_FW is not None:
+            leaving = rows_FW.sum(1) - rows_FW[:, self.mine]
         exchange = Exchange(
             self.wire,
             self.group,
@@ -145,7 +183,7 @@ class SequenceAllToAll(nn.Module):
             requester=stacked(received),
             requester_shape=(sum(input_splits), D),
             order=self._order(local_embs, lengths, batch_size_per_rank, sparse_features_recat),
-            counted=self._counted(output_splits, rows_FW),
+            counted=[(self.layout, leaving)],
         )
         return SequenceEmbeddingsAwaitable(exchange.start(local_embs), unbucketize_permute_tensor, D)
 
@@ -153,19 +191,16 @@ class SequenceAllToAll(nn.Module):
         self, sent: Sequence[int], received: Sequence[int], rows_FW: Tensor | None, D: int
     ) -> tuple[list[list[RowSpan]], list[list[RowSpan]]]:
         if not self.wire.sampling or rows_FW is None:
-            # Any feature's name will do: nothing depends on it.
-            return [[RowSpan(rows, (Segment(_name(self.layout), D),))] for rows in sent], [
-                [RowSpan(rows, (Segment(_name(layout), D),))]
-                for rows, layout in zip(received, self.layout_by_rank, strict=True)
+            # Of several tables any name will do: nothing depends on it.
+            names = [layout[0].table if layout else "" for layout in self.layout_by_rank]
+            return [[RowSpan(rows, (Segment(names[self.mine], D),))] for rows in sent], [
+                [RowSpan(rows, (Segment(name, D),))] for rows, name in zip(received, names, strict=True)
             ]
         # Samples are counted by table, and only the owners know how many rows each of their features sends.
         counts = [len(layout) for layout in self.layout_by_rank]
         to_receive = rows_FW.new_empty(sum(counts))
-        to_send = rows_FW.t().contiguous().view(-1)
-        if self.group.size() > 1:
-            dist.all_to_all_single(to_receive, to_send, counts, [len(self.layout)] * self.group.size(), self.group)
-        else:
-            to_receive = to_send
+        to_send, own = rows_FW.t().contiguous().view(-1), [len(self.layout)] * self.group.size()
+        dist.all_to_all_single(to_receive, to_send, counts, own, self.group)
         rows_WF = [rows.tolist() for rows in to_receive.split(counts)]
         return (
             [_spans_by_segment(rows, self.layout) for rows in rows_FW.t().tolist()],
@@ -188,12 +223,6 @@ class SequenceAllToAll(nn.Module):
         lengths = lengths.view(F * W, -1)
         return torch.ops.fbgemm.permute_2D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
 
-    def _counted(self, sent: Sequence[int], rows_FW: Tensor | None) -> list[tuple[RowLayout, int | Tensor]]:
-        mine = self.group.rank()
-        if rows_FW is None:
-            return [(self.layout, sum(sent) - sent[mine])]
-        return [(self.layout, rows_FW.sum(1) - rows_FW[:, mine])]
-
     def _rows_per_feature(self, lengths: Tensor, batch_size_per_rank: Sequence[int] | None) -> Tensor | None:
         """Rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for them; None if
         no rank has several features, so that the splits give the numbers."""
@@ -207,50 +236,27 @@ class SequenceAllToAll(nn.Module):
         return torch.stack([part.sum(1) for part in length_FB.split(bags, dim=1)], dim=1)
 
 
-def _name(layout: RowLayout) -> str:
-    return layout[0].table if layout else ""
-
-
 def _spans_by_segment(rows: Sequence[int], layout: RowLayout) -> list[RowSpan]:
     """A separate span for each segment."""
     return [RowSpan(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 
-class PooledAllToAll(nn.Module):
+class PooledAllToAll(_Sender):
     """Replaces TorchRec's PooledEmbeddingsAllToAll: each rank owns columns of every user's row."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire, callbacks: Any = None
-    ) -> None:
-        super().__init__()
-        self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
-        self.callbacks = callbacks or []
 
     @eager
     def forward(
         self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
     ) -> PooledEmbeddingsAwaitable:
         """`local_embs` [users of all ranks, own columns] becomes [own users, columns of all ranks]."""
-        W, mine = self.group.size(), self.group.rank()
-        users = list(batch_size_per_rank) if batch_size_per_rank else [len(local_embs) // W] * W
-        layout = self.layout_by_rank[mine]
-        exchange = Exchange(
-            self.wire,
-            self.group,
-            owner=stacked([[RowSpan(count, layout)] for count in users]),
-            requester=side_by_side(users[mine], self.layout_by_rank),
-            requester_shape=(users[mine], sum(map(width_of, self.layout_by_rank))),
-            counted=[(layout, sum(users) - users[mine])],
-        )
-        return _pooled(exchange, local_embs, self.callbacks)
+        users = self._users(local_embs, batch_size_per_rank)
+        sent, own = [[RowSpan(count, self.layout)] for count in users], users[self.mine]
+        shape = own, sum(map(width_of, self.layout_by_rank))
+        return self._pooled(local_embs, sent, side_by_side(own, self.layout_by_rank), shape)
 
 
-class VariablePooledAllToAll(nn.Module):
+class VariablePooledAllToAll(_Sender):
     """Replaces VariableBatchPooledEmbeddingsAllToAll: the number of bags differs by feature."""
-
-    def __init__(self, group: dist.ProcessGroup, layout_by_rank: Sequence[RowLayout], wire: Wire) -> None:
-        super().__init__()
-        self.group, self.layout_by_rank, self.wire = group, layout_by_rank, wire
 
     @eager
     def forward(
@@ -260,27 +266,15 @@ class VariablePooledAllToAll(nn.Module):
         batch_size_per_feature_pre_a2a: Sequence[int],
     ) -> PooledEmbeddingsAwaitable:
         """Flat `local_embs`, by rank and own feature, becomes flat, by rank and that rank's feature."""
-        layout = self.layout_by_rank[self.group.rank()]
-        sent = _spans_by_rank(batch_size_per_rank_per_feature, layout, self.group.size())
         bags = iter(batch_size_per_feature_pre_a2a)
         received = [[RowSpan(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
-        exchange = Exchange(
-            self.wire,
-            self.group,
-            owner=stacked(sent),
-            requester=stacked(received),
-            requester_shape=(_elements(received),),
-            counted=_leaving(sent, self.group.rank()),
-        )
-        return _pooled(exchange, local_embs)
+        sent = self._by_feature(batch_size_per_rank_per_feature)
+        return self._pooled(local_embs, sent, stacked(received), (_elements(received),))
 
 
-class ReduceScatter(nn.Module):
-    """Replaces TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature."""
-
-    def __init__(self, group: dist.ProcessGroup, layout: RowLayout, wire: Wire) -> None:
-        super().__init__()
-        self.group, self.layout, self.wire = group, layout, wire
+class ReduceScatter(_Sender):
+    """Replaces TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature. All ranks
+    have the same features."""
 
     @eager
     def forward(
@@ -291,39 +285,14 @@ class ReduceScatter(nn.Module):
         embedding_dims: Sequence[int] | None = None,
     ) -> PooledEmbeddingsAwaitable:
         """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become sums of this rank's users."""
-        W, mine = self.group.size(), self.group.rank()
         if batch_size_per_rank_per_feature is not None:
-            sent = _spans_by_rank(batch_size_per_rank_per_feature, self.layout, W)
-            shape: tuple[int, ...] = (_elements(sent[mine : mine + 1]),)
+            sent = self._by_feature(batch_size_per_rank_per_feature)
+            shape: tuple[int, ...] = (_elements([sent[self.mine]]),)
         else:
-            users = list(input_splits) if input_splits else [len(local_embs) // W] * W
-            sent, shape = [[RowSpan(count, self.layout)] for count in users], (users[mine], local_embs.shape[1])
-        exchange = Exchange(
-            self.wire,
-            self.group,
-            owner=stacked(sent),
-            requester=stacked([sent[mine]] * W),
-            requester_shape=shape,
-            summed=True,
-            counted=_leaving(sent, mine),
-        )
-        return _pooled(exchange, local_embs)
-
-
-def _spans_by_rank(bags_WF: Sequence[Sequence[int]], layout: RowLayout, W: int) -> list[list[RowSpan]]:
-    """A rank without features gets no list of bags from TorchRec."""
-    return [_spans_by_segment(bags, layout) for bags in bags_WF] if layout else [[] for _ in range(W)]
+            users = self._users(local_embs, input_splits)
+            sent, shape = [[RowSpan(count, self.layout)] for count in users], (users[self.mine], local_embs.shape[1])
+        return self._pooled(local_embs, sent, stacked([sent[self.mine]] * self.group.size()), shape, summed=True)
 
 
 def _elements(spans_by_rank: Sequence[Sequence[RowSpan]]) -> int:
     return sum(span.rows * width_of(span.layout) for spans in spans_by_rank for span in spans)
-
-
-def _leaving(spans_by_rank: Sequence[Sequence[RowSpan]], mine: int) -> list[tuple[RowLayout, int | Tensor]]:
-    return [(span.layout, span.rows) for rank, spans in enumerate(spans_by_rank) if rank != mine for span in spans]
-
-
-def _pooled(exchange: Exchange, values: Tensor, callbacks: Any = ()) -> PooledEmbeddingsAwaitable:
-    awaitable = PooledEmbeddingsAwaitable(tensor_awaitable=exchange.start(values))
-    awaitable.callbacks.extend(callbacks)
-    return awaitable

@@ -8,26 +8,24 @@ import atexit
 import functools
 import gc
 import os
+import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from logitmix.comm.heartbeat import NAMING, SILENT, Heartbeat, connection
+from logitmix.comm.heartbeat import NAMING, SILENT, Heartbeat, within
 from logitmix.comm.rendezvous import HEARS, TELLS, LostRank, Member, meet, unconnected
 from logitmix.common.mappings import first_line
 
-T = TypeVar("T")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -90,9 +88,11 @@ def process_group(
         # By itself, another thread of NCCL's ends a process whose watchdog stands still for 8 minutes, as it does while
         # the device waits in a call to CUDA.
         patient = str(_nccl_seconds(timeout_seconds))
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
         with (
-            _loopback_only() if place.one_host else nullcontext(),
-            _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient) if chosen.type == "cuda" else nullcontext(),
+            # gloo listens even for a single process: keep that off the network.
+            _environment("GLOO_SOCKET_IFNAME", loopback if place.one_host else ""),
+            _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient if chosen.type == "cuda" else ""),
         ):
             since, hook = time.monotonic(), sys.excepthook
             try:
@@ -118,7 +118,7 @@ def process_group(
                 limit_waiting(group, chosen, timeout_seconds)
             if place.world_size > 1:
                 # How many of the group's collectives this rank has begun.
-                backends = [_backend(group, of) for of in {torch.device("cpu"), chosen}]
+                backends = [cast(Any, group)._get_backend(of) for of in {torch.device("cpu"), chosen}]
                 heartbeat.begun = lambda: sum(of._get_sequence_number_for_group() for of in backends)
             try:
                 yield Ranks(place.rank, place.world_size, place.local_rank, chosen, group)
@@ -151,35 +151,23 @@ def limit_waiting(group: dist.ProcessGroup, device: torch.device, timeout_second
     """Has collectives of a group wait so long for the other ranks. On CUDA longer, because at its time limit NCCL's
     watchdog ends the process, and a rank that hangs is to be named before."""
     seconds = timeout_seconds if device.type == "cpu" else _nccl_seconds(timeout_seconds)
-    _backend(group, device)._set_default_timeout(timedelta(seconds=seconds))
+    cast(Any, group)._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _nccl_seconds(timeout_seconds: int) -> int:
     return int(max(timeout_seconds, SILENT) + NAMING)
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What runs the group's collectives on a device."""
-    return group._get_backend(device)
-
-
 def _lost(error: BaseException, rank: int, seconds: int, heartbeat: Heartbeat) -> str:
-    """What to say of an error of gloo, NCCL or the store if it means that another rank is gone; else nothing."""
-    said = str(error)
+    """Returns what to say of an error of gloo, NCCL or the store if it means that another rank is gone; else ""."""
     if not isinstance(error, RuntimeError) or isinstance(error, LostRank):
         return ""
-    if any(sign in said for sign in _TIMEOUT):
+    if re.search("timed? ?out", str(error), re.IGNORECASE):
         missing = heartbeat.who_is_missing() or heartbeat.who_is_behind()
         missing = missing or "all ranks are alive, so one of them hangs or is too slow"
         return f"rank {rank} waited {seconds} s for the others (comm.timeout_seconds): {missing}"
-    if any(sign in said for sign in _CLOSED):
-        return f"rank {rank} lost the connection to another rank"
-    return ""
-
-
-_TIMEOUT = ("Timed out", "timed out", "Timeout", "timeout")
-_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
-"""Parts of the messages of gloo, NCCL and the store."""
+    closed = re.search("Connection closed by peer|reset by peer|Broken pipe|Connection was likely closed", str(error))
+    return f"rank {rank} lost the connection to another rank" if closed else ""
 
 
 @functools.cache
@@ -217,9 +205,10 @@ def _place_from(environment: Mapping[str, str]) -> _Place:
         raise ValueError(
             f"a launcher's variables are set, but not {', '.join(missing)}; start with torchrun, or unset them"
         )
-    rank, world_size, local_rank, port = (
-        _whole_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    if wrong := next((name for name in names if not re.fullmatch("[0-9]+", environment[name])), ""):
+        raise ValueError(f"{wrong} is {environment[wrong]!r}; it must be a whole number, as torchrun sets it")
+    rank, world_size, local_rank, port = (int(environment[name]) for name in names)
     if world_size < 1 or rank >= world_size:
         raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0 to WORLD_SIZE - 1")
     if not 0 < port < 2**16:
@@ -227,13 +216,6 @@ def _place_from(environment: Mapping[str, str]) -> _Place:
     local_size = environment.get("LOCAL_WORLD_SIZE", "")
     one_host = local_size == str(world_size)
     return _Place(rank, world_size, local_rank, environment["MASTER_ADDR"], port, True, local_size, one_host)
-
-
-def _whole_number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name} is {text!r}; it must be a whole number, as torchrun sets it")
-    return int(text)
 
 
 def _require_interface(names: str) -> None:
@@ -288,13 +270,29 @@ def _store(
         own = Member.here(facts, failed, is_mistake)
         group, members = meet(dist.PrefixStore(prefix, store), place.rank, place.world_size, own, facts, seconds)
         of_group = f"{prefix}/{group}"
-        of_heartbeat = connection(store, of_group, timeout) if place.world_size > 1 else None
+        # A connection of its own, for threads to use while the first one waits.
+        of_heartbeat = dist.PrefixStore(of_group, cast(Any, store).clone()) if place.world_size > 1 else None
         heartbeat = Heartbeat(of_heartbeat, place.rank, place.world_size, members[0].host)
         return dist.PrefixStore(of_group, store), heartbeat, members
 
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = place.rank == 0 and not agent_hosts
+
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timeout,
+            multi_tenant=not agent_hosts,
+            master_listen_fd=_loopback_listener(place) if is_master else None,
+        )
+
     try:
-        store = _within(seconds + LATE, lambda: _connected(place, timeout))
-        return _within(seconds + TELLS + HEARS + LATE, meet_all)
+        store = within(seconds + LATE, connect)
+        return within(seconds + TELLS + HEARS + LATE, meet_all)
     except dist.DistError as error:
         raise LostRank(f"rank {place.rank} cannot meet the others at {at}: {first_line(error)}") from None
     except TimeoutError:
@@ -302,36 +300,6 @@ def _store(
         raise LostRank(f"rank {place.rank} waited {seconds:g} s to meet the others at {at}: {silent}") from None
     finally:
         _MET.append(prefix)
-
-
-def _connected(place: _Place, timeout: timedelta) -> dist.TCPStore:
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = place.rank == 0 and not agent_hosts
-    return dist.TCPStore(
-        place.address,
-        place.port,
-        place.world_size,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timeout,
-        multi_tenant=not agent_hosts,
-        master_listen_fd=_loopback_listener(place) if is_master else None,
-    )
-
-
-def _within(seconds: float, action: Callable[[], T]) -> T:
-    """What the action returns or raises; TimeoutError if it does not end in time. It runs in a thread, because a client
-    of a store waits for the first answer of a stopped process without a time limit."""
-    result: Future[T] = Future()
-
-    def act() -> None:
-        try:
-            result.set_result(action())
-        except Exception as error:
-            result.set_exception(error)
-
-    Thread(target=act, name="rendezvous", daemon=True).start()
-    return result.result(seconds)
 
 
 def _loopback_listener(place: _Place) -> int | None:
@@ -353,20 +321,14 @@ _MET: list[str] = []
 """Names of the groups that this process has made or tried to make."""
 
 
-def _loopback_only() -> AbstractContextManager[None]:
-    """gloo listens even for a single process: keep that off the network."""
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return _environment("GLOO_SOCKET_IFNAME", loopback) if loopback else nullcontext()
-
-
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable, unless the user has, and takes it back."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+    """Sets a variable to the value, if there is one, unless the user has set it, and takes it back."""
+    ours = bool(value) and name not in os.environ
+    if ours:
+        os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        if ours:
+            os.environ.pop(name, None)

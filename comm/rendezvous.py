@@ -4,13 +4,13 @@ torchrun keeps one store over its restarts, where dead processes have left entri
 restarts by itself (pytorch #135712). So every process brings an id of its own, and rank 0 answers each with the name of
 a new group. What follows is stored under that name, which no process of another start learns:
 
+    facts/ID               the facts of the process with this id
     join/RANK              what the process that came last as this rank says of itself (Member)
     answer/ID              rank 0's answer to that process: the name of the group
     GROUP/here/RANK        the id of the process that has read it, which therefore is alive
-    GROUP/verdict          by rank 0: {"refused": why, or "", "tell": the ranks whose facts it needs to say why, "here":
-                           those that have come, "lost": whether a restart may help}
-    GROUP/facts/RANK, GROUP/refused, GROUP/heard/RANK
-                           only where something differs: the facts, what follows from them, and who has read it
+    GROUP/verdict          by rank 0: {"refused": why, or "", "lost": whether a restart may help, "here": the ranks that
+                           have come, "members": what each rank says of itself}
+    GROUP/heard/RANK       where the job is refused: that the rank has read why
 
 Values are text, or JSON whose unknown fields are ignored, for the ranks may be of different versions.
 """
@@ -84,26 +84,19 @@ def meet(
     ValueError, the same on every rank, if their `facts` differ, if one has failed by a user's mistake, or if a host
     would announce an address that others cannot reach. LostRank if a rank does not come, or has failed otherwise.
     """
+    store.set(f"facts/{own.id}", json.dumps(facts))
     lead = _Lead(store, world_size, own, seconds) if rank == 0 else None
     group = lead.gather() if lead else _follow(store, rank, own, seconds)
     of_group = dist.PrefixStore(group, store)
     if lead:
-        refused, tell = lead.verdict()
-        said = {"refused": refused, "tell": tell, "here": sorted(lead.here), "lost": lead.lost}
-        of_group.set("verdict", json.dumps(said))
+        of_group.set("verdict", json.dumps(lead.verdict()))
     verdict = json.loads(_get(of_group, "verdict", seconds + TELLS))
-    if not (verdict["refused"] or verdict["tell"]):
-        found = json.loads(of_group.get("members"))
-        return group, {int(rank): Member.of(content) for rank, content in found.items()}
-    if rank in verdict["tell"]:
-        of_group.set(f"facts/{rank}", json.dumps(facts))
-    if lead:
-        of_group.set("refused", verdict["refused"] or lead.differences(verdict["tell"]))
-    refused = _get(of_group, "refused", HEARS).decode()
+    if not verdict["refused"]:
+        return group, {int(rank): Member.of(content) for rank, content in verdict["members"].items()}
     of_group.set(f"heard/{rank}", "")
     with suppress(RuntimeError):
         of_group.wait([f"heard/{other}" for other in verdict["here"]], timedelta(seconds=HEARS))
-    raise LostRank(refused) if verdict["lost"] else ValueError(refused)
+    raise (LostRank if verdict["lost"] else ValueError)(verdict["refused"])
 
 
 def _follow(store: dist.Store, rank: int, own: Member, seconds: float) -> str:
@@ -140,26 +133,16 @@ class _Lead:
             if len(self.here) == self.world_size and not self._replaced():
                 break
             time.sleep(POLL_SECONDS)
-        self.group.set("members", json.dumps({rank: dataclasses.asdict(of) for rank, of in self.members.items()}))
         return self.name
 
-    def verdict(self) -> tuple[str, list[int]]:
-        """Why the job cannot begin, "" if it can, or the ranks whose facts say why."""
-        absent = sorted(set(range(self.world_size)) - self.here)
-        if not (why := self._why()) and absent:
+    def verdict(self) -> dict[str, Any]:
+        """Returns what all ranks are told: whether the job can begin."""
+        absent, refused = sorted(set(range(self.world_size)) - self.here), self._why()
+        if absent and not refused:
             self.lost = True
-            return f"rank 0 waited {self.seconds:g} s for the others: {ranks_named(absent)} never came", []
-        if why and why != _DIFFERENT:
-            return why, []
-        other = next((rank for rank in sorted(self.here) if self._digest(rank) != self._digest(0)), 0)
-        return "", [0, other] if other else []
-
-    def differences(self, tell: Sequence[int]) -> str:
-        """What differs between two ranks, and who agrees with the second."""
-        first, other = (json.loads(_get(self.group, f"facts/{rank}", HEARS)) for rank in tell)
-        like = [rank for rank in sorted(self.here) if self._digest(rank) == self._digest(tell[1])]
-        where = (f"rank 0 (on {self.members[0].host})", f"{ranks_named(like)} (on {self.members[tell[1]].host})")
-        return differing(first, other, *where)
+            refused = f"rank 0 waited {self.seconds:g} s for the others: {ranks_named(absent)} never came"
+        members = {rank: dataclasses.asdict(of) for rank, of in self.members.items()}
+        return {"refused": refused, "lost": self.lost, "here": sorted(self.here), "members": members}
 
     def _look_for(self, rank: int) -> None:
         if not self.store.check([f"join/{rank}"]):
@@ -190,15 +173,12 @@ class _Lead:
             if member.failed:
                 self.lost = not member.mistake
                 return f"rank {rank} (on {member.host}) failed: {member.failed}"
-        if len({member.digest for member in here.values()}) > 1:
-            return _DIFFERENT
+        own = self.members[0]
+        if other := next((member for member in here.values() if member.digest != own.digest), None):
+            like = [rank for rank, member in here.items() if member.digest == other.digest]
+            facts = (json.loads(self.store.get(f"facts/{member.id}")) for member in (own, other))
+            return differing(*facts, f"rank 0 (on {own.host})", f"{ranks_named(like)} (on {other.host})")
         return unreachable(here)
-
-    def _digest(self, rank: int) -> str:
-        return self.members[rank].digest
-
-
-_DIFFERENT = "different"
 
 
 def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -> str:

@@ -26,18 +26,18 @@ PARTS = {
 
 
 def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL | None:
-    """The library of a module's name; None if it was not built (setup.py) or does not load. `functions` have the types
-    of their results and arguments: `scan=(None, c_void_p, c_int64)`."""
+    """The library of a module's name; None if it was not built (setup.py), does not load or is of other sources.
+    `functions` have the types of their results and arguments: `scan=(None, c_void_p, c_int64)`."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return None
     try:
         library = ctypes.CDLL(spec.origin)
-    except OSError:
+        for name, (result, *arguments) in functions.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError):
         return None
-    for name, (result, *arguments) in functions.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
     return library
 
 

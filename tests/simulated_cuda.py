@@ -812,10 +812,9 @@ def _dropout(
 
 
 def _quantize(
-    values: Any, stride: int, wire: Any, wire_stride: int, ends: Any, R: int, W: int, first: int, low: int, high: int,
+    values: Any, stride: int, wire: Any, wire_stride: int, ends: Any, R: int, W: int, low: int, high: int,
     *, RANDOM: bool, MANTISSA: int, **_: Any,
 ) -> None:  # fmt: skip
-    assert first == 0
     seed = low | high << 32 if RANDOM else None
     fp8_c.quantize(values, _FP8[MANTISSA], ends.diff().tolist(), seed, wire)
 

@@ -88,10 +88,3 @@ def test_what_is_finite_arrives_finite(direction: Direction, name: str) -> None:
     assert arrived.isfinite().tolist() == values.isfinite().tolist()
     largest = 65_504 if name == "fp16" else 3.38e38
     assert (arrived[:, 3] <= -largest).all() and (arrived[:, 4] >= largest).all()
-
-
-@pytest.mark.parametrize(("direction", "name"), REGISTERED)
-def test_nothing_is_encoded_too(direction: Direction, name: str) -> None:
-    codec, layout = CODECS[direction].find(name), LAYOUTS[0]
-    values = torch.empty(0, 8)
-    codec.decode(sent(codec, values, layout), layout, values)

@@ -62,8 +62,6 @@ NAMES = {
         "_set_default_timeout",
         "_get_sequence_number_for_group",
     ),
-    # DDP's buckets, rebuilt before the first step.
-    "torch.nn.parallel.distributed": ("_push_all_rebuilt_params", "_rebuild_buckets"),
 }
 """The names by a module whose code has them."""
 

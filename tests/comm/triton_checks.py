@@ -7,9 +7,6 @@ from hypothesis import given, settings
 
 from logitmix.comm import fp8_plain, fp8_triton
 
-# How far a call's first element may be from place 0: across 2^32, where a real call would need 16 GB.
-PLACES = st.sampled_from([0, 5, 2**32 - 37, 2**40])
-
 
 def check_rows(device: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, database=None)
@@ -19,21 +16,15 @@ def check_rows(device: str, examples: int) -> None:
         source=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         layout=st.sampled_from(["contiguous", "columns of a wider matrix"]),
         seed=st.none() | st.integers(0, 2**63 - 1),
-        place=PLACES,
     )
     def same_bytes(
-        case: tuple[torch.Tensor, list[int]],
-        dtype: torch.dtype,
-        source: torch.dtype,
-        layout: str,
-        seed: int | None,
-        place: int,
+        case: tuple[torch.Tensor, list[int]], dtype: torch.dtype, source: torch.dtype, layout: str, seed: int | None
     ) -> None:
         values, widths = case[0].to(source), case[1]
         wire = torch.empty(len(values), sum(widths) + 2 * len(widths), dtype=torch.uint8)
-        fp8_plain.quantize(values, dtype, widths, seed, wire, place)
+        fp8_plain.quantize(values, dtype, widths, seed, wire)
         got = torch.zeros_like(wire, device=device)
-        fp8_triton.quantize(dressed(values, layout).to(device), dtype, widths, seed, got, place)
+        fp8_triton.quantize(dressed(values, layout).to(device), dtype, widths, seed, got)
         assert torch.equal(got.cpu(), wire)
         check_values(wire, dtype, widths, device)
 
