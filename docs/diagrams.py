@@ -72,7 +72,7 @@ def system() -> str:
         arrow(595, 70, 595, 120),
         *ranks,
         box(385, 145, 60, 170, "wire", "wire", "rows", "and", "gradients", "in FP8"),
-        arrow(595, 210, 595, 250, "all-reduce (DDP)", both=True),
+        arrow(595, 210, 595, 250, "all-reduce", both=True),
         arrow(285, 340, 285, 395),
         arrow(595, 340, 350, 395),
         box(210, 395, 170, 60, "data", "run directory", "checkpoints by shard,", "metrics"),

@@ -13,15 +13,12 @@ import pytest
 import torch.distributed as dist
 import two_ranks
 from small_data import small_config, write_dataset
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from logitmix.comm import exchange
 from logitmix.trainer.config import Config
 from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
-from logitmix.trainer.parallel import parallelize
 
 METHODS = (
     "_allgather_base",
@@ -54,8 +51,8 @@ Seen = tuple[str, str, str, int]
 """What was being done, the group, the collective, and a number for the thread that started it."""
 
 
-def recorded(config: Config, folder: Path, flat: bool) -> list[Seen]:
-    """The collectives of this rank in a run's training, evaluation and export; `flat` as on CUDA."""
+def recorded(config: Config, folder: Path) -> list[Seen]:
+    """The collectives of this rank in a run's training, evaluation and export."""
     seen: list[Seen] = []
     threads: dict[int, int] = {}
     doing = ""
@@ -77,18 +74,11 @@ def recorded(config: Config, folder: Path, flat: bool) -> list[Seen]:
         note(arguments[-1], "exchange")
         return all_to_all(*arguments)
 
-    def replicated(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-        build(self, *arguments, **options)
-        # By itself it reduces in C++, where nothing can be noted; a hook does it where it would.
-        self.register_comm_hook(options["process_group"], allreduce_hook)
-
-    all_to_all, build = exchange._all_to_all, DistributedDataParallel.__init__
+    all_to_all = exchange._all_to_all
     with pytest.MonkeyPatch.context() as patch:
         for name in METHODS:
             patch.setattr(dist.ProcessGroup, name, noting(getattr(dist.ProcessGroup, name), name))
         patch.setattr(exchange, "_all_to_all", exchanged)
-        patch.setattr(DistributedDataParallel, "__init__", replicated)
-        patch.setattr(parallelize, "FLAT_ON", ("cpu",) if flat else ())
         doing = "train"
         train(config, folder / "run")
         doing = "evaluate"
@@ -98,13 +88,10 @@ def recorded(config: Config, folder: Path, flat: bool) -> list[Seen]:
     return seen
 
 
-@pytest.mark.parametrize("flat", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(
-    world_size: int, flat: bool, tmp_path: Path
-) -> None:
+def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(world_size: int, tmp_path: Path) -> None:
     config = small_config(write_dataset(tmp_path / "data", features=True), SETTINGS)
-    first, *others = two_ranks.run(recorded, config, tmp_path, flat, world_size=world_size)
+    first, *others = two_ranks.run(recorded, config, tmp_path, world_size=world_size)
     for of_rank in others:
         different = next((pair for pair in zip(first, of_rank, strict=False) if pair[0] != pair[1]), None)
         assert different is None and len(of_rank) == len(first), different
@@ -121,4 +108,4 @@ def test_all_ranks_start_the_same_collectives_in_one_order_and_thread(
     assert all(len(threads) == 1 for threads in by_group.values()), by_group
     # The tower's gradients have a group of their own, in which nothing else runs.
     summed = [group for group in by_group if {name for _, of, name, _ in first if of == group} == {"allreduce"}]
-    assert len(summed) == flat
+    assert len(summed) == 1

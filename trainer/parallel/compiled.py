@@ -43,8 +43,6 @@ def compile_towers(losses: SampledLosses, device: torch.device) -> None:
             setattr(owner, name, torch.compiler.disable(function))
     # The tracer reads it of all inputs.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-    # It would cut what is compiled at DDP's buckets, of which there is one.
-    torch._dynamo.config.optimize_ddp = False
     losses.towers = torch.compile(losses.towers, dynamic=True, backend=BACKEND)  # type: ignore[method-assign]
 
 

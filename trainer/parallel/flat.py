@@ -1,8 +1,9 @@
-"""The tower's weights as one parameter, for CUDA: there a step of a small model takes as long as its kernels' launches.
+"""The tower's weights as one parameter, of which the ranks sum one gradient.
 
-Autocast casts weight by weight, and so do the gradients' casts, their copies into DDP's buckets and their norms: five
-launches a weight, for a few hundred numbers each. Here all are cast in one launch, their gradients are gathered in
-three, and the ranks sum one tensor. The loss and the gradients are the same, bit for bit.
+On CUDA a step of a small model takes as long as its kernels' launches. With torch's DistributedDataParallel, autocast,
+the gradients' casts, their copies into buckets and their norms take five launches a weight, for a few hundred numbers
+each. Here all weights are cast in one launch, and their gradients are gathered in three. The loss and the gradients are
+the same, bit for bit.
 
 Axes: P numbers of all weights.
 """

@@ -260,11 +260,9 @@ class TouchedRows:
                 table.index_copy_(0, ids_R, moved_RC)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: self._sharded(name) for name in self.optimizer.states}
-
-    def _sharded(self, name: str) -> ShardedTensor:
-        held = {shard.row.data_ptr(): shard.state[name] for shard in self.shards}
-        return with_shards(self.weight, [held[shard.tensor.data_ptr()] for shard in self.weight.local_shards()])
+        state = {shard.row.data_ptr(): shard.state for shard in self.shards}
+        held = [state[shard.tensor.data_ptr()] for shard in self.weight.local_shards()]
+        return {name: with_shards(self.weight, [of[name] for of in held]) for name in self.optimizer.states}
 
 
 _ROWS = 512
@@ -281,31 +279,25 @@ class _RowStates(NamedTuple):
 class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
     """TorchRec's dense kernel, with rows that are updated in its backward."""
 
-    _shards: list[tuple[TouchedRows, _RowStates]]
-
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        values = features.values().long().split(features.length_per_key())
-        shards = [self._shards[table] for table in self._feature_table_map]
-        # There is a backward only if an input requires a gradient.
-        asks = torch.empty(0, requires_grad=True)
-        rows = [_Lookup.apply(*shard, asks, ids) for shard, ids in zip(shards, values, strict=True)]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return _looked_up(self, features, [()] * len(features.keys()), dim=0)
 
 
 class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
     """TorchRec's dense kernel for bags that are summed, with rows that are updated in its backward."""
 
-    _shards: list[tuple[TouchedRows, _RowStates]]
-
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        values = features.values().long().split(features.length_per_key())
-        shards = [self._shards[table] for table in self._feature_table_map]
-        asks = torch.empty(0, requires_grad=True)
-        sums = [
-            _Lookup.apply(*shard, asks, ids, *of_bags)
-            for shard, ids, of_bags in zip(shards, values, bags_by_feature(features), strict=True)
-        ]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+        return _looked_up(self, features, bags_by_feature(features), dim=1)
+
+
+def _looked_up(kernel: Any, features: KeyedJaggedTensor, bags: Iterable[tuple[Any, ...]], dim: int) -> Tensor:
+    """Returns what `_Lookup` gives for each feature, side by side."""
+    values = features.values().long().split(features.length_per_key())
+    shards = [kernel.touched[table] for table in kernel._feature_table_map]
+    # There is a backward only if an input requires a gradient.
+    asks = torch.empty(0, requires_grad=True)
+    found = [_Lookup.apply(*of, asks, ids, *of_bags) for of, ids, of_bags in zip(shards, values, bags, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=dim)
 
 
 class _Lookup(torch.autograd.Function):
@@ -350,14 +342,14 @@ def of_each_id(gradient_RC: Tensor, S: int, lengths_R: Tensor, shares_S: Tensor 
 
 
 def _take_over(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimizers: Mapping[str, TouchedRows]) -> None:
-    """Turns the kernel into _UpdatedRows or _UpdatedBags, over the storage it had."""
+    """Turns the kernel into _UpdatedRows or _UpdatedBags, over the storage it had, with its optimizers and shards."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
     owners = [optimizers[own_name(table.name)] for table in kernel.config.embedding_tables]
     shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]
     # TorchRec builds its kernels itself and has no option for another class. The optimizers stay out of its module
     # tree, so that its state dict keeps the sharded names.
     kernel.__class__ = _UpdatedRows if isinstance(kernel, BatchedDenseEmbedding) else _UpdatedBags
-    object.__setattr__(kernel, "_shards", shards)
+    object.__setattr__(kernel, "touched", shards)
 
 
 def fused_adam(kernel: nn.Module) -> Any:

@@ -10,11 +10,8 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torchrec.distributed.comm
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
@@ -53,7 +50,7 @@ class ParallelModel:
     pooled: Sequence[PooledTable]
     table_optimizers: TableOptimizers
     plan: Mapping[str, TablePlan]
-    replicated: DistributedDataParallel | FlatLosses
+    replicated: FlatLosses
     wire: Wire
     ranks: Ranks
     replicas: Replicas
@@ -75,9 +72,7 @@ class ParallelModel:
     @property
     def tower(self) -> Tower:
         """The tower in training."""
-        replicated = self.replicated
-        losses = replicated.losses if isinstance(replicated, FlatLosses) else cast(SampledLosses, replicated.module)
-        return losses.tower
+        return self.replicated.losses.tower
 
     def placed(self, batch: Batch, step: int) -> Batch:
         """The batch of a step, counted from 1, with rows in place of the ids of `growing` tables. Rows that another
@@ -142,17 +137,13 @@ class ParallelModel:
     def backward(self, loss: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Gradients of the rows, and of the tower, whose sum over the ranks begins: `tower_gradients` has it. It is
         computed as a mean, and so are the rows', hence a factor of the number of ranks."""
-        if isinstance(self.replicated, FlatLosses):
-            self.replicated.backward(loss)
-            self.replicated.share(loss, rows.values())
-        else:
-            (loss * self.ranks.world_size).backward()
+        self.replicated.backward(loss)
+        self.replicated.share(loss, rows.values())
 
     def tower_gradients(self) -> list[Tensor]:
-        """Of all weights, summed over the ranks: whose memory the parameters' gradients are in."""
-        if isinstance(self.replicated, FlatLosses):
-            return [self.replicated.gradient()]
-        return [each.grad for each in self.tower.parameters() if each.grad is not None]
+        """Returns the gradients of all weights, summed over the ranks: on CUDA as one tensor, for few launches."""
+        whole = self.replicated.gradient()
+        return [whole] if self.stream else [cast(Tensor, weight.grad) for weight in self.tower.parameters()]
 
     @property
     def _modules(self) -> list[Any]:
@@ -216,7 +207,8 @@ def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = F
         from logitmix.trainer.parallel.compiled import compile_towers
 
         compile_towers(losses, ranks.device)
-    replicated = _replicated(losses, config, ranks)
+    dense = torch.bfloat16 if config.comm.dense == "bf16" else torch.float32
+    replicated = FlatLosses(losses, own_group(ranks, config.comm.timeout_seconds), dense)
     stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
     growing = {
         table.name: GrowingTable(table, config.tables.of(table.name), ranks)
@@ -323,36 +315,6 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Rank
     # Kept there, they would outlive the process group that they are of.
     comm._INTRA_PG = comm._CROSS_PG = None
     return sharded
-
-
-FLAT_ON = ("cuda",)
-"""Kinds of devices on which a tower's weights are one parameter."""
-
-
-def _replicated(losses: SampledLosses, config: Config, ranks: Ranks) -> DistributedDataParallel | FlatLosses:
-    half = config.comm.dense == "bf16"
-    if ranks.device.type in FLAT_ON:
-        return FlatLosses(
-            losses, own_group(ranks, config.comm.timeout_seconds), torch.bfloat16 if half else torch.float32
-        )
-    replicated = DistributedDataParallel(losses, process_group=ranks.group, gradient_as_bucket_view=True)
-    _keep_order(replicated)
-    if half:
-        replicated.register_comm_hook(ranks.group, _bf16_gradients)
-    return replicated
-
-
-def _keep_order(replicated: DistributedDataParallel) -> None:
-    """DDP sums gradients in one order in its first step and in another from the second on, for speed. With three ranks
-    or more, gloo's rounding of a sum depends on its place: a resumed run would round its first step by itself. So the
-    order of the parameters is made the final one before the first step."""
-    replicated.reducer._push_all_rebuilt_params()
-    replicated.reducer._rebuild_buckets()
-
-
-def _bf16_gradients(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    # DDP accepts the hook under its own name only with NCCL, but gloo adds BF16 too.
-    return bf16_compress_hook(group, bucket)
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:

@@ -79,7 +79,11 @@ class ShardedRows:
         own, or for none."""
         if self.row_of:
             id_V = self.row_of(id_V)
-        wanted = [self._asked(id_V, rank) for rank in range(self.ranks.world_size)]
+        # Places of the ids of which a rank holds any column.
+        wanted = [
+            sum((block.inside(id_V) for block in blocks), torch.zeros(len(id_V), dtype=torch.bool)).nonzero().flatten()
+            for blocks in self.of_rank
+        ]
         answers = all_to_all(
             [self._answer(id_A) for id_A in all_to_all([id_V[at] for at in wanted], self.ranks)], self.ranks
         )
@@ -91,13 +95,6 @@ class ShardedRows:
                 columns = slice(block.first_column, block.first_column + block.columns)
                 row_VD[at_N.to(row_VD.device), columns] = values.view(len(at_N), block.columns)
         return row_VD
-
-    def _asked(self, id_V: Tensor, rank: int) -> Tensor:
-        """Places of the ids of which the rank holds any column."""
-        held = torch.zeros(len(id_V), dtype=torch.bool)
-        for block in self.of_rank[rank]:
-            held |= block.inside(id_V)
-        return held.nonzero().flatten()
 
     def _answer(self, id_A: Tensor) -> Tensor:
         """This rank's columns of the rows of some ids, block after block, flat."""

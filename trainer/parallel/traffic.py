@@ -1,8 +1,10 @@
 """What a step sends between ranks, without starting any: from the ids of its batch and the plan of its tables.
 
-Axes: W ranks, V unique ids of a table that a rank's batch names, S shards of a table that have the same columns.
+Axes: W ranks, O ranks of a group, which own the rows, V unique ids of a table that a rank's batch names, S shards of a
+table that have the same columns.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -65,11 +67,8 @@ def rows_sent(
     per_host: int,
     group_size: int = 0,
 ) -> dict[Crossing, Counts]:
-    """The rows of a step that each rank sends and that each rank receives [2, W]; their gradients go back, but for
-    those of peers.
-
-    Takes time in proportion to the ids, or to the ranks where there are more of these: no rank is compared with the
-    shards of all others.
+    """Returns the rows of a step that each rank sends and that each rank receives [2, W]; their gradients go back, but
+    for those of peers.
 
     Args:
         ids_by_rank: What the batch of each rank names of each table: sorted unique ids [V], or for a pooled table bags,
@@ -78,33 +77,66 @@ def rows_sent(
         per_host: Ranks of each host.
         group_size: Ranks of each group; 0: all.
     """
-    places = _Places(len(ids_by_rank), group_size or len(ids_by_rank), per_host)
-    found: dict[Crossing, Counts] = {}
-
-    def count(crossing: Crossing, rows_2W: Counts) -> None:
-        if rows_2W.any():
-            found[crossing] = found.get(crossing, 0) + rows_2W
-
+    W = len(ids_by_rank)
+    size = group_size or W
+    lanes, found = gcd(size, per_host), _Crossings(W, per_host)
     for name, table in plan.items():
         named = [of_rank[name] for of_rank in ids_by_rank]
-        ids = [of for of in named if not isinstance(of, Bags)]
-        bags = [of for of in named if isinstance(of, Bags)]
+        bags = isinstance(named[0], Bags)
+        by_host = bags and table.sharding in DIVIDED_BY_HOST
         for shards in _by_columns(table):
-            columns, first_S = shards[0].columns, np.array([shard.first_row for shard in shards])
-            owner_S = np.array([shard.rank for shard in shards])
-            if bags:
-                bag_W = np.array([len(of.offsets) - 1 for of in bags])
-                within_2W, between_2W = _of_bags(places, bag_W, owner_S, table.sharding in DIVIDED_BY_HOST)
-            else:
-                within_2W, between_2W = _of_ids(places, [of.numpy() for of in ids], first_S, owner_S)
-            count(Crossing(name, columns, not bags, False), within_2W)
-            count(Crossing(name, columns, not bags, True), between_2W)
-            if places.groups > 1:
-                held_GS = _held(places, [(of.values if isinstance(of, Bags) else of).numpy() for of in named], first_S)
-                within_2W, between_2W = _to_peers(places, places.by_owner(held_GS, owner_S))
-                count(Crossing(name, columns, False, False, True), within_2W)
-                count(Crossing(name, columns, False, True, True), between_2W)
-    return found
+            owner_S, first_S = (np.array([getattr(of, key) for of in shards]) for key in ("rank", "first_row"))
+            way, shards_O = (name, shards[0].columns), np.bincount(owner_S, minlength=size)
+            held_W, bags_W = np.zeros((2, W), np.int64)
+            for rank, of in enumerate(named):
+                group, ids = _slice(rank, size), of.values.sort().values if isinstance(of, Bags) else of
+                rows_S = np.diff(np.searchsorted(ids.numpy(), first_S), append=len(ids))
+                rows_O = np.bincount(owner_S, rows_S, size).astype(np.int64)
+                held_W[group] += rows_O
+                if isinstance(of, Bags):
+                    bags_W[rank] = len(of.offsets) - 1
+                    rows_O = shards_O * bags_W[rank]
+                if by_host:
+                    # The rank with this one's number in the owners' host adds them up.
+                    rows_O[np.arange(size) % lanes != rank % lanes] = 0
+                found.add((*way, not bags), group, rank, rows_O)
+            for owner in range(W if by_host else 0):
+                bags_L = bags_W[_slice(owner, size)].reshape(-1, lanes).sum(0)
+                found.add((*way, False), owner, _slice(owner, lanes), shards_O[owner % size] * bags_L)
+            for rank in range(W if size < W else 0):
+                peers = slice(rank % size, W, size)
+                found.add((*way, False), rank, peers, np.full(W // size, held_W[rank]), to_peers=True)
+    return {crossing: rows_2W for crossing, rows_2W in found.rows.items() if rows_2W.any()}
+
+
+def _slice(rank: int, size: int) -> slice:
+    """The ranks of a rank's group, of groups of equal sizes."""
+    return slice(rank - rank % size, rank - rank % size + size)
+
+
+class _Crossings:
+    """Rows that cross between ranks, added up by the way they go."""
+
+    def __init__(self, world_size: int, per_host: int) -> None:
+        self.rank_W = np.arange(world_size)
+        self.host_W = self.rank_W // per_host
+        self.rows = defaultdict[Crossing, Counts](lambda: np.zeros((2, world_size), np.int64))
+
+    def add(
+        self,
+        way: tuple[str, int, bool],
+        senders: slice | int,
+        receivers: slice | int,
+        rows: Counts,
+        to_peers: bool = False,
+    ) -> None:
+        """Adds rows that go from some ranks to one, or from one to some; what a rank has itself does not cross."""
+        many, one = (senders, receivers) if isinstance(senders, slice) else (receivers, senders)
+        near = self.host_W[many] == self.host_W[one]
+        within = rows * (near & (self.rank_W[many] != one))
+        for leaves, crossing in ((False, within), (True, rows * ~near)):
+            for of, ranks in zip(self.rows[Crossing(*way, leaves, to_peers)], (senders, receivers), strict=True):
+                of[ranks] += crossing if isinstance(ranks, slice) else crossing.sum()
 
 
 def traffic(rows: Mapping[Crossing, Counts], wire: WireConfig) -> Traffic:
@@ -134,91 +166,6 @@ def _by_columns(table: TablePlan) -> Iterator[list[ShardPlace]]:
         found = list(alike)
         assert sum(shard.rows for shard in found) == table.rows
         yield found
-
-
-class _Places:
-    """The group, the host, and the number within the group of each rank [W]."""
-
-    def __init__(self, world_size: int, size: int, per_host: int) -> None:
-        self.size, self.groups, self.per_host = size, world_size // size, per_host
-        self.rank_W = np.arange(world_size)
-        self.host_W, self.group_W, self.number_W = self.rank_W // per_host, self.rank_W // size, self.rank_W % size
-
-    def sum(self, count_W: Counts, *alike: Counts) -> Counts:
-        """For each rank, the sum of the counts of all ranks that are like it in these ways [W]."""
-        key_W = np.zeros_like(self.rank_W)
-        for way_W in alike:
-            _, key_W = np.unique(key_W * (len(way_W) + 1) + way_W, return_inverse=True)
-        return np.bincount(key_W, count_W).astype(np.int64)[key_W]
-
-    def by_owner(self, rows_GS: Counts, owner_S: Counts) -> Counts:
-        """The rows [G, S] of each group's shards by the rank that owns them [W]."""
-        found = np.zeros((self.groups, self.size), np.int64)
-        np.add.at(found.T, owner_S, rows_GS.T)
-        return found.ravel()
-
-
-def _held(places: _Places, ids: Sequence[Counts], first_S: Counts) -> Counts:
-    """How often the ranks of each group name a row of each shard [G, S]."""
-    held_GS = np.zeros((places.groups, len(first_S)), np.int64)
-    for group, id_V in zip(places.group_W, ids, strict=True):
-        if len(id_V) < len(first_S):
-            np.add.at(held_GS[group], np.searchsorted(first_S, id_V, side="right") - 1, 1)
-        else:
-            held_GS[group] += np.diff(np.searchsorted(np.sort(id_V), first_S), append=len(id_V))
-    return held_GS
-
-
-def _of_ids(places: _Places, ids: Sequence[Counts], first_S: Counts, owner_S: Counts) -> tuple[Counts, Counts]:
-    """Rows that ranks ask their owners for, within hosts and between them [2, W]."""
-    held_W = places.by_owner(_held(places, ids, first_S), owner_S)
-    within_2W, asked_W, own_W = np.zeros((2, len(ids)), np.int64), np.array([*map(len, ids)]), np.zeros_like(held_W)
-    end_S, by_owner_S = np.append(first_S[1:], np.iinfo(np.int64).max), np.argsort(owner_S, kind="stable")
-    sorted_S = owner_S[by_owner_S]
-    for rank, id_V in enumerate(ids):
-        begin, first = rank - rank % places.size, rank - rank % places.per_host
-        # The shards that the ranks of this host own in this group.
-        span = np.searchsorted(sorted_S, (max(first - begin, 0), first - begin + places.per_host))
-        near = by_owner_S[slice(*span)]
-        count = np.searchsorted(id_V, end_S[near]) - np.searchsorted(id_V, first_S[near])
-        owner = begin + owner_S[near]
-        np.add.at(within_2W[0], owner, count)
-        within_2W[1, rank], own_W[rank] = count.sum(), count[owner == rank].sum()
-    between_2W = np.stack([held_W, asked_W]) - within_2W
-    return within_2W - own_W, between_2W
-
-
-def _of_bags(places: _Places, bag_W: Counts, owner_S: Counts, by_host: bool) -> tuple[Counts, Counts]:
-    """Rows of bags, which each rank asks every shard's owner for, within hosts and between them [2, W]. `by_host`: they
-    go within the owners' host to the rank with the asker's number there, which sends their sums on."""
-    shard_W = np.tile(np.bincount(owner_S, minlength=places.size), places.groups)
-
-    def crossing(*alike: Counts) -> Counts:
-        """Between ranks that are alike in these ways, and are not the same."""
-        sent_W = shard_W * (places.sum(bag_W, *alike) - bag_W)
-        return np.stack([sent_W, bag_W * (places.sum(shard_W, *alike) - shard_W)])
-
-    group_W, lanes = places.group_W, gcd(places.size, places.per_host)
-    if not by_host:
-        within_2W = crossing(group_W, places.host_W)
-        return within_2W, crossing(group_W) - within_2W
-    lane_W, block_W = places.number_W % lanes, places.rank_W // lanes
-    asked_W = places.sum(bag_W, group_W, lane_W)
-    to_lanes_2W = np.stack(
-        [shard_W * (places.sum(bag_W, group_W) - asked_W), (places.sum(shard_W, block_W) - shard_W) * asked_W]
-    )
-    within_2W = crossing(group_W, lane_W, places.host_W)
-    return to_lanes_2W + within_2W, crossing(group_W, lane_W) - within_2W
-
-
-def _to_peers(places: _Places, held_W: Counts) -> tuple[Counts, Counts]:
-    """Gradients that ranks send to those of the other groups that own the same rows, within hosts and between them
-    [2, W]."""
-    near = places.number_W, places.host_W
-    near_W, all_W = places.sum(held_W, *near), places.sum(held_W, places.number_W)
-    peers_W = places.sum(np.ones_like(held_W), *near) - 1
-    within_2W = np.stack([held_W * peers_W, near_W - held_W])
-    return within_2W, np.stack([held_W * (places.groups - 1 - peers_W), all_W - near_W])
 
 
 def expected_ids(schema: Schema, loss: LossConfig, sequences: int, length: float) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ from torch.nn.utils import get_total_norm
 from logitmix.comm.collectives import all_reduce_sum, largest
 from logitmix.modules.batch import Batch
 from logitmix.trainer.parallel.clipping import clip_scale
-from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.rows import RowExchange
 from logitmix.trainer.run.metrics import RunProgress
@@ -93,6 +92,13 @@ class Skip(NamedTuple):
     step: int
     rank: int
     """Whose loss or rows' gradients they are; -1 for those of the tower, which are a sum over the ranks."""
+
+
+def _broken_rank(checks: Sequence[float]) -> int:
+    """Returns which rank has broken a step, _SUMMED or _FINITE, from `FlatLosses.checks`."""
+    _, *of_ranks, total = checks
+    broken = [rank for rank, number in enumerate(of_ranks) if not math.isfinite(number)]
+    return _FINITE if math.isfinite(total) else (_SUMMED, *broken)[-1]
 
 
 class _ReadLater:
@@ -165,10 +171,10 @@ class Pipeline:
         self.state: State = "no rows sent"
         self.skips, self._in_a_row = [], 0
         on_device = model.ranks.device.type == "cuda" and not model.cached
-        self._flat = model.replicated if on_device and isinstance(model.replicated, FlatLosses) else None
+        self._checks = _ReadLater(model.replicated.checks) if on_device else None
         """Where the device skips steps."""
-        self._checks = _ReadLater(self._flat.checks) if self._flat else None
         self._left_out = torch.zeros((), device=model.ranks.device)
+        self._finite: Tensor | None = None
         self._unsettled: tuple[int, int] | None = None
         """On CUDA, the latest step and its targets, if the host does not know yet whether it is skipped."""
         self._thread = ThreadPoolExecutor(1, "batches")
@@ -213,9 +219,13 @@ class Pipeline:
         """Begins the next step: waits for its rows and sends the ids of the batch after it."""
         self._require("receive_rows", "no rows sent", "rows sent")
         assert self.step < self.total, f"all {self.total} steps are done"
-        if self.state == "no rows sent":
-            self._send_rows()
+        if self._next is None:
+            self._next = self._prefetch(self.step)
+            self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
         assert self._next
+        if self.state == "no rows sent":
+            with self.clock("all_to_all"):
+                self._next.rows.send_rows()
         self.step += 1
         self.skips = []
         self.clock.exact = self.logged
@@ -241,7 +251,7 @@ class Pipeline:
         self._require("backward", "loss computed")
         with self.clock("backward"):
             self.model.backward(self.losses["loss"], self.rows)
-        if self._flat:
+        if self._checks:
             # At once, beside the sum of the dense part's gradients.
             self._send_gradients()
         self.state = "gradients computed"
@@ -252,28 +262,24 @@ class Pipeline:
         was skipped."""
         self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
-            if self._flat:
-                self._settle()
-                self._finite = self._flat.check()
-                self.gradient_norm = self._flat.checks[0]
-                assert self._checks
-                self._checks.send(self._flat.checks)
+            self._settle()
+            checks, finite = self.model.replicated.checks, self.model.replicated.check()
+            if self._checks:
+                self._finite, self.gradient_norm = finite, checks[0]
+                self._checks.send(checks)
                 self._unsettled = self.step, self.batch.total_targets
             else:
                 self.gradient_norm = get_total_norm(self.model.tower_gradients())
-                gradients = (row_VD.grad.sum() for row_VD in self.rows.values() if row_VD.grad is not None)
-                own = sum(gradients, self.losses["loss"].detach())
-                broken = _FINITE if self.gradient_norm.isfinite() else _SUMMED
-                broken = broken if own.isfinite() else self.model.ranks.rank
-                self._note(self.step, largest(broken - _FINITE, self.model.ranks) + _FINITE)
+                self._note(self.step, _broken_rank(checks.tolist()))
         self.state = "gradients checked"
 
     def _settle(self) -> None:
         """On CUDA, notes what the device has found of the latest step. It is waited for that long, but no longer."""
         if not self._unsettled:
             return
+        assert self._checks
         (step, targets), self._unsettled = self._unsettled, None
-        self._note(step, broken := self._broken_rank())
+        self._note(step, broken := _broken_rank(self._checks.read()))
         if broken != _FINITE:
             self.examples -= targets
             self.model.table_optimizers.steps -= 1
@@ -284,13 +290,6 @@ class Pipeline:
         assert self._rows
         with self.clock("all_to_all"):
             self._rows.send_gradients()
-
-    def _broken_rank(self) -> int:
-        """On CUDA, which rank has broken the latest step, _SUMMED or _FINITE."""
-        assert self._checks
-        _, *of_ranks, total = self._checks.read()
-        broken = [rank for rank, number in enumerate(of_ranks) if not math.isfinite(number)]
-        return _FINITE if math.isfinite(total) else (_SUMMED, *broken)[-1]
 
     def _note(self, step: int, broken_rank: int) -> None:
         """Notes whether a step is skipped."""
@@ -328,15 +327,15 @@ class Pipeline:
         self._require("apply_gradients", "gradients checked")
         assert self._rows
         next_batch = self._next.rows if self._next and prefetch else None
-        if not self._flat and self.skips:
-            self._skip(next_batch)
-            return
-        finite = self._finite if self._flat else None
-        self._set_learning_rates(finite)
-        if not self._flat:
+        if not self._checks:
+            if self.skips:
+                self._skip(next_batch)
+                return
             self._send_gradients()
+        finite = self._finite
+        self._set_learning_rates(finite)
         with self.clock("all_to_all"):
-            counted = self.logged and not (self._flat and self._broken_rank() != _FINITE)
+            counted = self.logged and (self._checks is None or _broken_rank(self._checks.read()) == _FINITE)
             self.wire_counts = self.model.wire.pop_counts() if counted else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
             scale = self._clip_gradients(self._rows) if self.model.config.train.clip else None
@@ -347,7 +346,7 @@ class Pipeline:
                 cast(Any, self.optimizer).found_inf = torch.logical_not(finite, out=self._left_out)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if self.model.average and not self._flat:
+            if self.model.average and not self._checks:
                 self.model.average.update(self.step - self.skipped)
         self.examples += self.batch.total_targets
         if settle or self.logged:
@@ -372,15 +371,6 @@ class Pipeline:
         scale = clip_scale(self.total_norm, self.model.config.train.clip)
         torch._foreach_mul_(self.model.tower_gradients(), scale)
         return scale
-
-    def _send_rows(self) -> None:
-        """Sends the rows of the next batch, if no earlier step has sent them."""
-        if self._next is None:
-            self._next = self._prefetch(self.step)
-            self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
-        assert self._next
-        with self.clock("all_to_all"):
-            self._next.rows.send_rows()
 
     def _prefetch(self, number: int) -> Prefetched | None:
         """Batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""

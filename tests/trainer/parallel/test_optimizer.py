@@ -34,18 +34,6 @@ def test_adam_moves_touched_rows(data: Path, sharding: str, parts: int, monkeypa
         torch.testing.assert_close(gather_table(model), reference, rtol=1e-6, atol=1e-8)
 
 
-def test_adam_adds_up_a_row_that_is_asked_for_twice(data: Path) -> None:
-    config = small_config(data, FP32 | {"tables.lr": 0.01, "tables.eps": 0.1})
-    changes = []
-    for ids, gradient in (([3, 3, 5], [1.0, 2.0, 4.0]), ([3, 5], [3.0, 4.0])):
-        with a_model(config, Schema.of_ids(ITEMS - 1)) as (model, _):
-            before = gather_table(model)
-            model.table_optimizers.begin_step(1.0)
-            move_rows(model, torch.tensor(ids), torch.tensor(gradient)[:, None].expand(-1, 8))
-            changes.append(gather_table(model) - before)
-    assert torch.equal(*changes) and changes[0][[3, 5]].all()
-
-
 def test_rowwise_adagrad_keeps_one_number_a_row(data: Path) -> None:
     config = small_config(data, FP32 | {"tables.optimizer": "rowwise_adagrad", "tables.lr": 0.1})
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from logitmix.comm.fp8 import SCALE_BYTES
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.parallel.plan import TablePlan
-from logitmix.trainer.parallel.rows import ShardedTables
 
 RANKS = 2
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "auto")
@@ -269,23 +267,3 @@ def test_the_wire_counts_each_table_by_itself(seen: dict) -> None:
         ]
         sent = (first.wire[table.name] + second.wire[table.name]).tolist()
         assert sent == [sum(foreign) * (dim + SCALE_BYTES)] * 2, table.name
-
-
-@given(ids=st.lists(st.integers(0, 40)), beyond=st.integers(1, 20), owners=st.integers(1, 5), parts=st.integers(1, 6))
-def test_parts_take_every_id_once_and_of_each_owner_an_equal_share(
-    ids: list[int], beyond: int, owners: int, parts: int
-) -> None:
-    rows, id_V = 40 + beyond, torch.tensor(sorted(ids), dtype=torch.int64)
-    owned = -(-rows // owners)
-    ranges = [(row, min(row + owned, rows) - row) for row in range(0, rows, owned)]
-    part = torch.arange(parts + 1)
-    cuts = {"t": torch.stack([row + of_owner * part // parts for row, of_owner in ranges])}
-    slices = ShardedTables(None, {"t": 4}, [], cuts).slices({"t": id_V})  # type: ignore[arg-type]
-    taken = [torch.cat([id_V[each] for each in of["t"]]).tolist() for of in slices]
-    assert len(slices) == parts and sorted(chain(*taken)) == id_V.tolist()
-    for number, part_ids in enumerate(taken):
-        # Sorted, so that the owners' ranges follow each other.
-        assert part_ids == sorted(part_ids)
-        for i in part_ids:
-            row, of_owner = ranges[i // owned]
-            assert row + of_owner * number // parts <= i < row + of_owner * (number + 1) // parts

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from logitmix.comm.config import WireConfig
 from logitmix.modules.batch import Bags
-from logitmix.trainer.parallel import traffic as module
 from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
 from logitmix.trainer.parallel.plan import TablePlan
 from logitmix.trainer.parallel.sharded_rows import ShardPlace
@@ -118,21 +117,3 @@ def test_what_is_waited_for_is_the_rank_with_the_most() -> None:
     assert of.most_within == within * (ID_BYTES + 4 * DIM + 2 * DIM)
     assert of.most_between == between * (ID_BYTES + 4 * DIM + 2 * DIM) == of.between_hosts
     assert of.total == of.most_within + of.most_between
-
-
-def test_work_grows_with_the_ids_and_not_with_pairs_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times as many ranks, of as many ids each: places that are looked for among others."""
-    looked_for = []
-    search = np.searchsorted
-
-    def counting(among: Counts, of: Counts, **options: str) -> Counts:
-        looked_for[-1] += np.size(of)
-        return search(among, of, **options)
-
-    monkeypatch.setattr(module.np, "searchsorted", counting)
-    for W in (64, 256):
-        looked_for.append(0)
-        each = {"of": torch.arange(0, ROWS, 3)}
-        shards = tuple(ShardPlace(rank, rank, 1 if rank < W - 1 else 1000, 0, DIM) for rank in range(W))
-        rows_sent([each] * W, {"of": TablePlan(W + 999, DIM, "row_wise", "sgd", "fp32", False, 0, shards)}, 8)
-    assert 0 < looked_for[1] <= 4.5 * looked_for[0]

@@ -70,29 +70,6 @@ def test_batches_are_made_once_each_and_one_ahead(data: Path) -> None:
     assert progress.seconds > 5 and progress.examples == 100 + sum(make_batch(i).total_targets for i in range(2, 6))
 
 
-def losses_and_table(config: Config, prefetch: bool) -> tuple[list[Tensor], Tensor]:
-    with a_pipeline(config, 4) as pipeline:
-        losses = []
-        while pipeline.step < pipeline.total:
-            for name in ORDER[:-1]:
-                getattr(pipeline, name)()
-            pipeline.apply_gradients(prefetch)
-            losses.append(pipeline.losses["loss"].detach())
-        return losses, gather_table(pipeline.model)
-
-
-def prefetched_and_not(config: Config) -> bool:
-    (losses, table), (expected_losses, expected) = (losses_and_table(config, prefetch) for prefetch in (True, False))
-    return torch.equal(torch.stack(losses), torch.stack(expected_losses)) and torch.equal(table, expected)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_prefetched_rows_train_as_rows_sent_after_the_update(data: Path, parts: int) -> None:
-    config = small_config(data, {"comm.parts": parts})
-    assert prefetched_and_not(config)
-    assert two_ranks.run(prefetched_and_not, config) == [True, True]
-
-
 def left_with_rows_in_flight(config: Config) -> bool:
     """Whether they have all arrived."""
     with a_pipeline(config, 3) as pipeline:
@@ -112,14 +89,15 @@ def test_rows_in_flight_arrive_before_the_ranks_part(data: Path) -> None:
 
 
 def break_step(pipeline: Pipeline, where: str) -> None:
-    """The next step's, on this rank, after the backward."""
-    for name in ORDER[:3]:
-        getattr(pipeline, name)()
+    """Takes the next step up to its backward, and makes this rank's loss or a gradient of it not finite."""
+    pipeline.receive_rows()
+    pipeline.loss()
     if where == "loss":
         pipeline.losses["loss"] = pipeline.losses["loss"] * torch.nan
     elif where == "rows":
-        pipeline.rows[ITEM].grad[0, 0] = torch.inf
-    elif where == "dense":
+        pipeline.rows[ITEM].register_hook(lambda gradient: gradient * torch.inf)
+    pipeline.backward()
+    if where == "dense":
         next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
 
 
