@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .features import Features
 from .noise import Noise
-from .transfer import on_device
+from .transfer import on_device, tensors_of
 
 
 class Packing:
@@ -52,18 +52,11 @@ class Packing:
         return Packing(lengths_B, time_T=time_T, asked_T=asked_T)
 
     def to(self, device: torch.device) -> "Packing":
+        """Returns the packing with what the model reads on a device."""
         moved = copy(self)
-        for name in self._there:
+        for name in (*_INDICES, *(() if self.time_T is None else ("time_T", "asked_T"))):
             setattr(moved, name, on_device(getattr(self, name), device))
         return moved
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        for name in self._there:
-            getattr(self, name).record_stream(stream)
-
-    @property
-    def _there(self) -> tuple[str, ...]:
-        return _INDICES if self.time_T is None else (*_INDICES, "time_T", "asked_T")
 
 
 _INDICES = ("sequence_T", "position_T", "row_T", "padded_T", "grouped_T", "offset_B", "last_B")
@@ -128,28 +121,22 @@ class Batch:
     weight_Q: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        parts = {name: getattr(self, name) for name in self._tensors}
-        moved: dict[str, Any] = {
-            name: on_device(part, device) if isinstance(part, Tensor) else part.to(device)
-            for name, part in parts.items()
-        }
-        return replace(self, **moved)
+        """Returns the batch on a device, but for the tables' ids, which stay on the CPU."""
+        there = (name for name in _TENSORS if getattr(self, name) is not None)
+        moved: dict[str, Any] = {name: on_device(getattr(self, name), device) for name in there}
+        return replace(self, features=self.features.to(device), packing=self.packing.to(device), **moved)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Records that `stream` uses the memory too: once freed, it is not reused before the stream's queued work is
         done."""
-        for name in self._tensors:
-            getattr(self, name).record_stream(stream)
+        for tensor in tensors_of(self):
+            if tensor.device.type == stream.device.type:
+                tensor.record_stream(stream)
 
     @property
     def row_Q(self) -> Tensor:
         """The global number of each position that has a target."""
         return self.packing.row_T if self.position_Q is None else self.packing.row_T[self.position_Q]
 
-    @property
-    def _tensors(self) -> tuple[str, ...]:
-        return (*_TENSORS, *(name for name in _OPTIONAL if getattr(self, name) is not None))
 
-
-_TENSORS = ("id_V", "features", "packing", "input_T", "target_T", "negatives_GN")
-_OPTIONAL = ("log_q_V", "position_Q", "weight_Q")
+_TENSORS = ("id_V", "input_T", "target_T", "negatives_GN", "log_q_V", "position_Q", "weight_Q")

@@ -1,8 +1,8 @@
 """Settings of the model. Imports no torch, so that the command line starts fast."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from logitmix.common.mappings import require, require_from
 from logitmix.common.plugins import Kinds
@@ -14,14 +14,25 @@ WIDEST, LONGEST, MOST_NEGATIVES = 2**16, 2**16, 2**22
 be enough memory for it."""
 
 
-def _require_widths(section: str, settings: object, *names: str) -> None:
-    for name in names:
-        require_from(1, WIDEST, f"{section}.{name}", getattr(settings, name))
+_RANGES = {
+    "blocks": (1, 1024), "heads": (1, 1024), "expansion": (1, 64), "max_length": (1, LONGEST),
+    "projection_hidden": (0, WIDEST),
+}  # fmt: skip
+"""Limits of whole numbers by name; others are widths, from 1 to WIDEST."""
 
 
-def _require_rates(section: str, settings: object, *names: str) -> None:
-    for name in names:
-        require(0 <= (rate := getattr(settings, name)) < 1, f"{section}.{name}", rate, "in [0, 1)")
+def _require_ranges(section: str, settings: Any) -> None:
+    """Checks the settings of a part of the model: whole numbers, rates of dropout, temperatures and weights."""
+    for setting in fields(settings):
+        name, value = f"{section}.{setting.name}", getattr(settings, setting.name)
+        if setting.name.endswith("dropout"):
+            require(0 <= value < 1, name, value, "in [0, 1)")
+        elif setting.name == "temperature":
+            require(0 < value < inf, name, value, "above 0 and finite")
+        elif isinstance(value, float):
+            require(0 <= value < inf, name, value, "0 or more and finite")
+        elif type(value) is int:
+            require_from(*_RANGES.get(setting.name, (1, WIDEST)), name, value)
 
 
 @dataclass(frozen=True)
@@ -42,10 +53,7 @@ class AttentionConfig:
     """L: history positions that the encoder sees."""
 
     def __post_init__(self) -> None:
-        require_from(1, 1024, "model.encoder.blocks", self.blocks)
-        require_from(1, 1024, "model.encoder.heads", self.heads)
-        _require_rates("model.encoder", self, "dropout", "history_dropout")
-        require_from(1, LONGEST, "model.encoder.max_length", self.max_length)
+        _require_ranges("model.encoder", self)
 
     def require_width(self, dim: int) -> None:
         """ValueError where the heads cannot share the width evenly."""
@@ -81,10 +89,6 @@ class LiGRConfig(AttentionConfig):
     expansion: int = 4
     """Hidden width of the feed-forward network, in widths of the model."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_from(1, 64, "model.encoder.expansion", self.expansion)
-
 
 @dataclass(frozen=True)
 class HSTUConfig(AttentionConfig):
@@ -119,10 +123,6 @@ class FuXiConfig(AttentionConfig):
     expansion: int = 1
     """Hidden width of the feed-forward network's second stage, in widths of the model."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_from(1, 64, "model.encoder.expansion", self.expansion)
-
 
 @dataclass(frozen=True)
 class PooledConfig:
@@ -140,9 +140,7 @@ class PooledConfig:
     """L: history positions that are pooled."""
 
     def __post_init__(self) -> None:
-        require_from(1, WIDEST, "model.encoder.hidden", self.hidden)
-        _require_rates("model.encoder", self, "dropout")
-        require_from(1, LONGEST, "model.encoder.max_length", self.max_length)
+        _require_ranges("model.encoder", self)
 
     def require_width(self, dim: int) -> None:
         """Any width will do."""
@@ -175,7 +173,7 @@ class DotConfig:
     """Divides the product, normalized or not. The paper's "temperature" of 20 is its reciprocal."""
 
     def __post_init__(self) -> None:
-        require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
+        _require_ranges("model.similarity", self)
 
 
 @dataclass(frozen=True)
@@ -191,8 +189,7 @@ class MLPConfig:
     """Rate on the hidden layer."""
 
     def __post_init__(self) -> None:
-        require_from(1, WIDEST, "model.similarity.hidden", self.hidden)
-        _require_rates("model.similarity", self, "dropout")
+        _require_ranges("model.similarity", self)
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,7 @@ class NeuMFConfig:
     """Rate on the hidden layer of the MLP of query and item."""
 
     def __post_init__(self) -> None:
-        _require_widths("model.similarity", self, "gmf_dim", "hidden", "mlp_dim", "final_hidden")
-        _require_rates("model.similarity", self, "dropout")
+        _require_ranges("model.similarity", self)
 
 
 @dataclass(frozen=True)
@@ -242,9 +238,7 @@ class DeepFMConfig:
     """Rate on its hidden layer."""
 
     def __post_init__(self) -> None:
-        _require_widths("model.similarity", self, "query_components", "item_components", "component_dim", "hidden")
-        require_from(0, WIDEST, "model.similarity.projection_hidden", self.projection_hidden)
-        _require_rates("model.similarity", self, "projection_dropout", "dropout")
+        _require_ranges("model.similarity", self)
 
 
 @dataclass(frozen=True)
@@ -288,17 +282,12 @@ class MoLConfig:
     authors' later code has 0.001."""
 
     def __post_init__(self) -> None:
-        require(0 < self.temperature < inf, "model.similarity.temperature", self.temperature, "above 0 and finite")
-        _require_widths("model.similarity", self, "query_components", "item_components", "component_dim", "gate_hidden")
+        _require_ranges("model.similarity", self)
         if self.user_component and self.query_components == 1:
             raise ValueError(
                 "model.similarity.query_components is 1, and with model.similarity.user_component the last one is the "
                 "user's; set it to 2 or more"
             )
-        require_from(0, WIDEST, "model.similarity.projection_hidden", self.projection_hidden)
-        value = self.mutual_information
-        require(0 <= value < inf, "model.similarity.mutual_information", value, "0 or more and finite")
-        _require_rates("model.similarity", self, "projection_dropout", "gate_dropout", "gate_input_dropout")
 
 
 SimilarityConfig = DotConfig | MLPConfig | NeuMFConfig | DeepFMConfig | MoLConfig
@@ -324,9 +313,7 @@ class HIndexerConfig:
     """Its loss trains only its two projections: its gradient does not reach the tables, the towers and the encoder."""
 
     def __post_init__(self) -> None:
-        require_from(1, WIDEST, "model.hindexer.dim", self.dim)
-        require(0 < self.temperature < inf, "model.hindexer.temperature", self.temperature, "above 0 and finite")
-        require(0 <= self.weight < inf, "model.hindexer.weight", self.weight, "0 or more and finite")
+        _require_ranges("model.hindexer", self)
 
 
 @dataclass(frozen=True)
@@ -431,9 +418,8 @@ class ModelConfig:
                 f"model.dim ({self.dim}) must be divisible by 4, as FBGEMM's embedding rows are; "
                 f"set model.dim to {below} or {below + 4}"
             )
-        require_from(4, WIDEST, "model.dim", self.dim)
+        _require_ranges("model", self)
         self.encoder.require_width(self.dim)
-        _require_rates("model", self, "item_id_dropout", "user_id_dropout", "wanted_dropout")
 
 
 def without_user_component(config: ModelConfig) -> ModelConfig:

@@ -4,98 +4,22 @@ Axes: R rows (items, sequences or positions), S ids of all bags, V unique ids of
 or vector, D width of the model, B users, T their actions, one user's after another's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .kinds.date import TICKS, waves
 from .linear import Linear
 from .schema import Feature
 from .transfer import on_device
+from .values import Values
 
 NO_TIME = -(2**62)
 """Instead of the time of a request that states none."""
-
-
-@dataclass(frozen=True)
-class Values:
-    """One feature of R rows.
-
-    `values` of a sparse kind are int64 [R] and index the unique ids of the feature's table; those of others are FP32,
-    as in the dataset: [R], or [R, W] where they are wide. Bags are [S] with `offsets` [R + 1], or [R, any] with -1
-    behind each row's ids, for programs whose shapes may not depend on values. `parallel`: what each value of a bag has
-    beside it, FP32 of the same shape, by the kind's names.
-    """
-
-    values: Tensor
-    offsets: Tensor | None = None
-    parallel: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of_cells(cls, feature: Feature, cells: Sequence[Any]) -> "Values":
-        """From what the feature's kind makes of R requests."""
-        form, dtype = feature.form, torch.int64 if feature.sparse else torch.float32
-        if not form.bag:
-            shape = (len(cells), feature.width) if form.wide else (len(cells),)
-            return cls(torch.tensor(cells, dtype=dtype).view(shape))
-        first, *others = zip(*cells, strict=True) if form.parallel and cells else (cells, *([] for _ in form.parallel))
-        lengths = torch.tensor([0, *map(len, first)])
-        parallel = dict(zip(form.parallel, (_flat(of, torch.float32) for of in others), strict=True))
-        return cls(_flat(first, dtype), lengths.cumsum(0), parallel)
-
-    @classmethod
-    def of_tensors(cls, feature: Feature, tensors: Mapping[str, Tensor]) -> "Values":
-        """From the output of `tensors`, among others."""
-        parallel = {name: tensors[f"{feature.name}.{name}"] for name in feature.form.parallel}
-        return cls(tensors[f"{feature.name}.values"], tensors.get(f"{feature.name}.offsets"), parallel)
-
-    def tensors(self, feature: Feature) -> dict[str, Tensor]:
-        """By name, as an export stores them."""
-        offsets = {} if self.offsets is None else {"offsets": self.offsets}
-        return {
-            f"{feature.name}.{name}": of for name, of in {"values": self.values, **offsets, **self.parallel}.items()
-        }
-
-    def to(self, device: torch.device) -> "Values":
-        offsets = None if self.offsets is None else on_device(self.offsets, device)
-        parallel = {name: on_device(of, device) for name, of in self.parallel.items()}
-        return Values(on_device(self.values, device), offsets, parallel)
-
-    def first(self, rows: int) -> "Values":
-        """The values of the first rows."""
-        if self.offsets is None:
-            return Values(self.values[:rows])
-        end = int(self.offsets[rows])
-        parallel = {name: of[:end] for name, of in self.parallel.items()}
-        return Values(self.values[:end], self.offsets[: rows + 1], parallel)
-
-    def take(self, index_N: Tensor) -> "Values":
-        """The values of some rows, by place."""
-        if self.offsets is None:
-            return Values(self.values[index_N])
-        start_N = self.offsets[index_N]
-        lengths_N = self.offsets[index_N + 1] - start_N
-        offsets = F.pad(lengths_N.cumsum(0), (1, 0))
-        place_S = torch.repeat_interleave(start_N - offsets[:-1], lengths_N)
-        place_S += torch.arange(len(place_S), device=place_S.device)
-        return Values(self.values[place_S], offsets, {name: of[place_S] for name, of in self.parallel.items()})
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        for of in self._all():
-            of.record_stream(stream)
-
-    def _all(self) -> Iterator[Tensor]:
-        yield from (self.values, *self.parallel.values())
-        if self.offsets is not None:
-            yield self.offsets
-
-
-def _flat(lists: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for values in lists for value in values], dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -113,11 +37,30 @@ class Features:
         row = None if self.item_row_V is None else on_device(self.item_row_V, device)
         return replace(self, item_row_V=row, values={name: of.to(device) for name, of in self.values.items()})
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        if self.item_row_V is not None:
-            self.item_row_V.record_stream(stream)
-        for of in self.values.values():
-            of.record_stream(stream)
+
+def values_of_cells(feature: Feature, cells: Sequence[Any]) -> Values:
+    """Returns a feature's values in R requests, of which its kind has made the cells."""
+    form, dtype = feature.form, torch.int64 if feature.sparse else torch.float32
+    if not form.bag:
+        shape = (len(cells), feature.width) if form.wide else (len(cells),)
+        return Values(torch.tensor(cells, dtype=dtype).view(shape))
+    first, *others = zip(*cells, strict=True) if form.parallel and cells else (cells, *([] for _ in form.parallel))
+    lengths = torch.tensor([0, *map(len, first)])
+    flat = (torch.tensor([*chain(*lists)], dtype=torch.float32) for lists in others)
+    parallel = dict(zip(form.parallel, flat, strict=True))
+    return Values(torch.tensor([*chain(*first)], dtype=dtype), lengths.cumsum(0), parallel)
+
+
+def values_of_tensors(feature: Feature, tensors: Mapping[str, Tensor]) -> Values:
+    """Returns a feature's values from tensors by name, such as `stored_tensors` has made."""
+    parallel = {name: tensors[f"{feature.name}.{name}"] for name in feature.form.parallel}
+    return Values(tensors[f"{feature.name}.values"], tensors.get(f"{feature.name}.offsets"), parallel)
+
+
+def stored_tensors(feature: Feature, of: Values) -> dict[str, Tensor]:
+    """Returns the tensors of a feature's values by name, as an export stores them."""
+    offsets = {} if of.offsets is None else {"offsets": of.offsets}
+    return {f"{feature.name}.{name}": part for name, part in {"values": of.values, **offsets, **of.parallel}.items()}
 
 
 class Embedded(NamedTuple):
@@ -148,7 +91,12 @@ class FeatureEmbeddings(nn.Module):
         super().__init__()
         self.features = tuple(features)
         # By place, not by name: a dataset's column names must not clash with a module's attributes.
-        self.maps = nn.ModuleList(_map(feature, table_dims, dim) for feature in self.features)
+        self.maps = nn.ModuleList()
+        for feature in self.features:
+            width = table_dims[feature.table] if feature.table else feature.form.inputs(feature)
+            self.maps.append(
+                nn.Identity() if feature.table and width == dim else Linear(width, dim, bias=not feature.table)
+            )
 
     def forward(self, rows: Mapping[str, Tensor], of: Mapping[str, Values]) -> list[Tensor]:
         """The features' embeddings [R, D], from the rows [V, W] of each table's unique ids."""
@@ -156,13 +104,6 @@ class FeatureEmbeddings(nn.Module):
             map_(feature.form.embed(feature, of[feature.name], rows.get(feature.table)))
             for feature, map_ in zip(self.features, self.maps, strict=True)
         ]
-
-
-def _map(feature: Feature, table_dims: Mapping[str, int], dim: int) -> nn.Module:
-    if not feature.table:
-        return Linear(feature.form.inputs(feature), dim)
-    width = table_dims[feature.table]
-    return nn.Identity() if width == dim else Linear(width, dim, bias=False)
 
 
 def waves_of_times(time_R: Tensor, unit: str) -> Tensor:

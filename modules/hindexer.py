@@ -3,10 +3,11 @@
 Axes: T queries, N items, D width, H h-indexer width, K items that stage 1 keeps (the paper's k').
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from .config import DotConfig, HIndexerConfig
-from .features import Embedded
 from .linear import Linear
 from .losses.blockwise import Side
 from .noise import Noise
@@ -23,12 +24,9 @@ class HIndexer(Dot):
         self.query_projection = Linear(dim, config.dim, bias=False)
         self.item_projection = Linear(dim, config.dim, bias=False)
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
-        return super().query(self.query_projection(query_TD), row_T, noise)
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
+        vector_TD = query_TD + groups[-1] if self.user_apart else query_TD
+        return super().query(self.query_projection(vector_TD), row_T, noise)
 
-    def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
-        vector_TD = query.vector_RD + query.groups[-1] if self.user_apart else query.vector_RD
-        return self.query(vector_TD, row_T, noise)
-
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         return super().item(self.item_projection(item_ND), row_N, noise)

@@ -167,20 +167,21 @@ def hindexer_topk(
     corpus: Int8Corpus,
     k: int,
     allowed: Tensor | None = None,
-    threads: int | None = None,
 ) -> Found:
     """The items [B, K] with the largest dot products; K is k, or the size of a smaller corpus.
 
     Each query is quantized with its own scale. `allowed` says which items may be found: bool [X] for all queries or [B,
     X], or the same as bits, uint8 [..., X / 8], the lowest bit first; k of the allowed items are found, or all if there
-    are fewer. Of equal scores the item with the lower index is taken. `threads`: by default torch's number; the result
-    does not depend on it.
+    are fewer. Of equal scores the item with the lower index is taken. The result does not depend on torch's number of
+    threads.
 
     Raises ValueError for a width or a mask that does not fit, queries that are not finite, k below 1 and tensors on
     different devices.
     """
-    k = _count("k", k)
-    threads = torch.get_num_threads() if threads is None else _count("threads", threads)
+    try:
+        k = from_one(k)
+    except ValueError as error:
+        raise ValueError(f"k {error}") from None
     if query_BH.dim() != 2:
         raise ValueError(f"the queries are {list(query_BH.shape)}; they must be [queries, width]")
     device = corpus.blocks.device
@@ -196,14 +197,7 @@ def hindexer_topk(
         return _in_triton(query, scale_B, corpus, K, bits)
     if device.type != "cpu" or _library() is None:
         return _plain(query, scale_B, corpus, K, bits)
-    return _compiled(query, scale_B, corpus, K, bits, threads)
-
-
-def _count(name: str, value: int) -> int:
-    try:
-        return from_one(value)
-    except ValueError as error:
-        raise ValueError(f"{name} {error}") from None
+    return _compiled(query, scale_B, corpus, K, bits)
 
 
 def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
@@ -234,15 +228,12 @@ def _bits(allowed: Tensor, B: int, X: int) -> Tensor:
             f"[{B} queries, {X} items]"
         )
     rows = allowed.view(-1, width)
-    if allowed.dtype == torch.bool:
-        rows = torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little")) if rows.is_cpu else _packed(rows)
+    if allowed.dtype == torch.bool and rows.is_cpu:
+        rows = torch.from_numpy(np.packbits(rows.numpy(), axis=1, bitorder="little"))
+    elif allowed.dtype == torch.bool:
+        bits = F.pad(rows, (0, -width % 8)).view(len(rows), -1, 8).byte()
+        rows = (bits << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8)
     return rows.contiguous()
-
-
-def _packed(rows: Tensor) -> Tensor:
-    """What np.packbits does, on any device."""
-    bits = F.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8).byte()
-    return (bits << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(2, dtype=torch.uint8)
 
 
 def _plain(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> Found:
@@ -338,14 +329,13 @@ def _compiled(
     corpus: Int8Corpus,
     K: int,
     bits: Tensor | None,
-    threads: int,
     estimate: bool = True,
 ) -> Found:
     """Without `estimate`, everything is taken until the buffers are full."""
     blocks, library = len(corpus.blocks), _library()
     level, sample_S = min(library.stage1_level(), _BEST), _sample(blocks, query.device)
     wanted, most = _expected(K, len(sample_S) / blocks)
-    workers = max(1, min(threads, blocks // BLOCKS_OF_A_THREAD))
+    workers = max(1, min(torch.get_num_threads(), blocks // BLOCKS_OF_A_THREAD))
     room = max(K, min(corpus.num_items, most)) + LANES
     parts = [_Buffers(query, corpus, K, bits, room) for _ in range(workers)]
     parts[0].least_B.fill_(torch.iinfo(torch.int32).min)
@@ -365,7 +355,7 @@ def _compiled(
     result = found.result(scale_B)
     if estimate and len(missed := (found.count_B < K).nonzero().flatten()):
         of_missed = None if bits is None else bits[missed] if len(bits) > 1 else bits
-        again = _compiled(query[missed], scale_B[missed], corpus, K, of_missed, threads, estimate=False)
+        again = _compiled(query[missed], scale_B[missed], corpus, K, of_missed, estimate=False)
         result.items_BK[missed], result.scores_BK[missed] = again.items_BK, again.scores_BK
     return result
 

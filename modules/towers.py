@@ -42,9 +42,6 @@ class ItemTower(nn.Module):
         self.own_row = FeatureEmbeddings([ITEM_FEATURE], dims, dim)
         self.features = FeatureEmbeddings(schema.of("item"), dims, dim)
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        reset_layers(self, generator)
-
     def forward(self, rows: Mapping[str, Tensor], features: Features = NO_FEATURES) -> Embedded:
         """Rows [V, W] of each table -> [V, D]: with ids alone, the rows of the item table themselves."""
         own_VD = self.own_row.maps[0](rows[ITEM])
@@ -160,7 +157,7 @@ class Tower(nn.Module):
         self.similarity.reset_parameters(generator)
         if self.hindexer is not None:
             self.hindexer.reset_parameters(generator)
-        self.item_tower.reset_parameters(generator)
+        reset_layers(self.item_tower, generator)
 
     def queries(
         self, item_TD: Tensor, packing: Packing, rows: Mapping[str, Tensor] = NO_ROWS, features: Features = NO_FEATURES

@@ -1,7 +1,8 @@
 """Copies that a CUDA device need not be waited for, and few launches for many of them."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,3 +24,13 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for alike in by_types.values():
         targets, sources = zip(*alike, strict=True)
         torch._foreach_copy_(targets, sources)
+
+
+def tensors_of(holder: Any) -> Iterator[Tensor]:
+    """Yields the tensors that an object holds in its attributes and mappings, and those in the objects there."""
+    if isinstance(holder, Tensor):
+        yield holder
+        return
+    inner = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+    for value in inner.values():
+        yield from tensors_of(value)

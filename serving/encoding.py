@@ -11,9 +11,10 @@ from torch import Tensor
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import sees_times
-from logitmix.modules.features import NO_TIME, Features, Values
+from logitmix.modules.features import NO_TIME, Features
 from logitmix.modules.schema import ITEM
 from logitmix.modules.towers import Sides, Tower
+from logitmix.modules.values import Values
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.items import ItemInputs, Items
 from logitmix.serving.request import UNKNOWN, Asked

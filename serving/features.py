@@ -11,9 +11,10 @@ from torch import Tensor
 
 from logitmix.common.mappings import nearest
 from logitmix.common.values import id_text
-from logitmix.modules.features import Values
+from logitmix.modules.features import values_of_cells
 from logitmix.modules.kinds.text import TextEncoder
 from logitmix.modules.schema import Feature, Owner, Schema
+from logitmix.modules.values import Values
 from logitmix.serving.texts import ABSENT, Texts
 
 _REMEMBERED = 2**16
@@ -34,7 +35,11 @@ class FeatureReader:
         of features of texts."""
         self.schema, self._vocabularies = schema, vocabularies
         tables = {name: of.numpy() for name, of in (projections or {}).items()}
-        self.encoders = {of.name: TextEncoder.of(of, tables.get(of.name)) for of in schema.features if of.encoder}
+        self.encoders = {
+            of.name: TextEncoder(of.encoder, of.version, of.width, tables.get(of.name))
+            for of in schema.features
+            if of.encoder
+        }
         # Values repeat, and finding one takes a bisection.
         self._find = lru_cache(_REMEMBERED)(lambda table, value: vocabularies[table].find(value))
 
@@ -76,7 +81,7 @@ class FeatureReader:
                 cells.append(feature.form.cell(feature, record.get(feature.name), row_of))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{names[place]}: feature {feature.name} {error}") from None
-        return Values.of_cells(feature, cells)
+        return values_of_cells(feature, cells)
 
     def _row(self, feature: Feature, value: Any) -> int:
         unknown = self.schema.table(feature.table).unknown

@@ -13,10 +13,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from logitmix.modules.features import Embedded, Features, Values
+from logitmix.modules.features import Embedded, Features, stored_tensors, values_of_tensors
 from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.similarity.base import Side
 from logitmix.modules.towers import Tower
+from logitmix.modules.values import Values
 from logitmix.serving.model import OWN_ROW, TABLE, Precision, Scales, side_of, stored_items
 from logitmix.serving.stored_table import StoredTable, fetch_rows, gather
 
@@ -102,14 +103,14 @@ class ItemInputs:
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], schema: Schema) -> "ItemInputs":
         """From the output of `tensors`."""
-        return cls(tensors[OWN_ROW], {of.name: Values.of_tensors(of, tensors) for of in schema.of("item")})
+        return cls(tensors[OWN_ROW], {of.name: values_of_tensors(of, tensors) for of in schema.of("item")})
 
     def tensors(self, schema: Schema) -> dict[str, Tensor]:
         """As an export stores them."""
         tensors = {OWN_ROW: self.own_RW}
         for feature in schema.of("item"):
             of = self.values[feature.name]
-            tensors |= replace(of, values=of.values.to(stored_type(feature, schema))).tensors(feature)
+            tensors |= stored_tensors(feature, replace(of, values=of.values.to(stored_type(feature, schema))))
         return tensors
 
     def take(self, index_N: Tensor) -> "ItemInputs":

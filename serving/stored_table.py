@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from logitmix.modules.features import Values
 from logitmix.modules.schema import Schema
+from logitmix.modules.values import Values
 
 
 class StoredTable:

@@ -3,6 +3,7 @@
 logitmix train demo-mol --import bilinear.py --model.similarity.kind bilinear
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,10 @@ class Bilinear(Similarity):
         super().__init__()
         self.temperature, self.map = config.temperature, Linear(dim, dim, bias=False)
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         return (F.normalize(self.map(query_TD).float(), dim=1) / self.temperature,)
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         return (F.normalize(item_ND.float(), dim=1),)
 
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:

@@ -12,41 +12,41 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..features import Values
-    from ..schema import Feature
+    from ..values import Values
 
 LARGEST = 3.4028234663852886e38
 """The largest number in FP32."""
 
 
-class SourceColumn(Protocol):
-    """A column of a source, in the forms in which it can be read. ValueError where its values do not fit."""
+class FeatureNumbers(Protocol):
+    """What a kind knows of the feature that has it: a part of schema.Feature."""
 
-    def one_id(self) -> Any:
-        """One id a row."""
+    @property
+    def width(self) -> int: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def deviation(self) -> float: ...
 
-    def ids(self) -> Any:
-        """Any number of ids a row, and what is parallel to them."""
 
-    def numbers(self) -> Any:
-        """One number a row: float32 [R], NaN where it is missing."""
-
-    def vectors(self) -> Any:
-        """As many numbers in each row: float32 [R, width], NaN where they are missing."""
-
-    def text_vectors(self) -> Any:
-        """What the column's encoder makes of one text a row: float32 [R, width], NaN where it is missing."""
-
-    def days(self) -> Any:
-        """One date a row, as days since 1970: float32 [R], NaN where it is missing."""
+Reads = Literal["one_id", "ids", "numbers", "vectors", "text_vectors", "days"]
+"""How a column of a source is read: as one id a row; any number of ids a row, and what is parallel to them; one number
+a row, float32 [R], NaN where it is missing; as many numbers in each row, float32 [R, width]; what the column's encoder
+makes of one text a row, float32 [R, width]; or one date a row, as days since 1970, float32 [R]."""
 
 
 class Kind(ABC):
+    """A kind of feature."""
+
+    reads: Reads
+    in_request: str
+    """What the value is in a request, in words, with {width} for the feature's width."""
+
     sparse = False
     """Values are rows of the feature's table; otherwise FP32 numbers."""
     bag = False
@@ -69,15 +69,7 @@ class Kind(ABC):
     """What a parallel number must be."""
 
     @abstractmethod
-    def read(self, column: SourceColumn) -> Any:
-        """The column in one of its forms: one of ids for sparse kinds, of numbers for others."""
-
-    @abstractmethod
-    def in_request(self, feature: Feature) -> str:
-        """What the value is in a request, in words."""
-
-    @abstractmethod
-    def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], int]) -> Any:
+    def cell(self, feature: FeatureNumbers, value: Any, row_of: Callable[[Any], int]) -> Any:
         """The value of a request, None where it is missing. `row_of` finds the row of an id, or the vector of a text,
         for kinds of texts. Returns a row or a list of rows of the table, or a number or a list of numbers; a kind with
         parallel numbers, a list for the rows and one more for each of these.
@@ -86,12 +78,12 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def embed(self, feature: Feature, of: Values, row_VW: Tensor | None) -> Tensor:
+    def embed(self, feature: FeatureNumbers, of: Values, row_VW: Tensor | None) -> Tensor:
         """[R, W], before it is mapped to the model's width: from the rows of the table's unique ids, which `of` indexes
         (for sparse kinds), or [R, `inputs`], from the numbers. Where a bag's values have no offsets, they are [R, any],
         with -1 behind each row's ids and 0 behind its parallel numbers."""
 
-    def inputs(self, feature: Feature) -> int:
+    def inputs(self, feature: FeatureNumbers) -> int:
         """Numbers of a row that `embed` returns, for kinds that are not sparse."""
         return feature.width
 
@@ -114,8 +106,3 @@ def number_of(value: Any) -> float:
     if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST:
         raise ValueError(f"is {value!r:.40}; it must be a finite number in FP32")
     return float(number)
-
-
-def normalized(feature: Feature, of: Values) -> Tensor:
-    """Numbers [R, width] with the feature's mean and deviation taken out."""
-    return ((of.values - feature.mean) / feature.deviation).view(-1, feature.width)

@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .base import Kind, SourceColumn, number_of
+from .base import FeatureNumbers, Kind, Reads, number_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..features import Values
-    from ..schema import Feature
+    from ..values import Values
 
 TICKS = {unit: 86_400 * per_second for unit, per_second in (("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9))}
 """A day in each unit of times."""
@@ -34,20 +33,16 @@ NO_DATE = -1e6
 class Date(Kind):
     missing = NO_DATE
     dated = True
+    reads: Reads = "days"
+    in_request = f"date, as days since 1970; {NO_DATE:.0f} for none"
 
-    def read(self, column: SourceColumn) -> Any:
-        return column.days()
-
-    def in_request(self, feature: Feature) -> str:
-        return f"date, as days since 1970; {NO_DATE:.0f} for none"
-
-    def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], int]) -> float:
+    def cell(self, feature: FeatureNumbers, value: Any, row_of: Callable[[Any], int]) -> float:
         return NO_DATE if value is None else number_of(value)
 
-    def embed(self, feature: Feature, of: Values, row_VW: Tensor | None) -> Tensor:
+    def embed(self, feature: FeatureNumbers, of: Values, row_VW: Tensor | None) -> Tensor:
         return waves(of.values.double(), of.values != NO_DATE)
 
-    def inputs(self, feature: Feature) -> int:
+    def inputs(self, feature: FeatureNumbers) -> int:
         return 2 * len(PERIODS)
 
 

@@ -5,12 +5,9 @@ from logitmix.common.plugins import Registry
 
 from .base import Kind
 from .date import Date
-from .ids import Ids
-from .number import Number
-from .one_id import Id
+from .ids import Id, Ids, WeightedIds
+from .numbers import Number, Vector
 from .text import Text
-from .vector import Vector
-from .weighted_ids import WeightedIds
 
 KINDS = Registry[Kind](
     "kind of feature",
@@ -23,7 +20,7 @@ KINDS = Registry[Kind](
         "weighted_ids": WeightedIds(),
         "text": Text(),
     },
-    needs=("read", "in_request", "cell", "embed", "sparse"),
+    needs=("reads", "in_request", "cell", "embed", "sparse"),
     instances=True,
 )
 

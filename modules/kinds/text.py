@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -26,11 +26,8 @@ import numpy as np
 from logitmix.common.mappings import first_line, nearest
 from logitmix.common.plugins import Registry, require_plugins
 
-from .base import SourceColumn
-from .vector import Vector
-
-if TYPE_CHECKING:
-    from ..schema import Feature
+from .base import FeatureNumbers, Reads
+from .numbers import Vector
 
 NGRAMS = "ngrams"
 TEXT_ENCODERS = Registry[Callable[[list[str]], Any]]("encoder of texts", {})
@@ -48,14 +45,10 @@ _OVERSAMPLED, _ITERATIONS, _LEAST = 16, 4, 1e-4
 
 class Text(Vector):
     of_texts = True
+    reads: Reads = "text_vectors"
+    in_request = "text, or its {width} numbers"
 
-    def read(self, column: SourceColumn) -> Any:
-        return column.text_vectors()
-
-    def in_request(self, feature: Feature) -> str:
-        return f"text, or its {feature.width} numbers"
-
-    def cell(self, feature: Feature, value: Any, row_of: Callable[[Any], Any]) -> list[float]:
+    def cell(self, feature: FeatureNumbers, value: Any, row_of: Callable[[Any], Any]) -> list[float]:
         if not isinstance(value, str):
             return super().cell(feature, value, row_of)
         return super().cell(feature, row_of(value) if value.strip() else None, row_of)
@@ -88,11 +81,6 @@ class TextEncoder:
             )
         plugin = TEXT_ENCODERS.plugins[name]
         return cls(name, f"{plugin.name} {plugin.version}")
-
-    @classmethod
-    def of(cls, feature: Feature, projection: np.ndarray | None) -> TextEncoder:
-        """That of a feature of a dataset or an export."""
-        return cls(feature.encoder, feature.version, feature.width, projection)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """float32 [N, W]. ValueError if it is a plugin's that this process lacks, or returns anything else."""

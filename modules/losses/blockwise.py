@@ -78,30 +78,23 @@ def blockwise_loss(
     `pair_dropout` to what the similarity computes for each pair."""
     N = examples.negatives_GN.shape[1]
 
+    def dropout_of(row_T: Tensor, first: int, end: int) -> Callable[[Tensor], Tensor] | None:
+        """Returns the dropout of what the similarity computes for pairs of positions and candidates first..end, of
+        which 0 is the target. Each pair has a row of the mask."""
+        if noise is None or pair_dropout == 0:
+            return None
+        row_P = (row_T[:, None] * (N + 1) + torch.arange(first, end, device=row_T.device)).flatten()
+        return lambda pairs: noise.dropout(pairs.flatten(0, -2), pair_dropout, GATES, row_P).view_as(pairs)
+
     def block_loss(block: _Block, query: Side, positive: Side, negative: Side) -> Tensor:
         target_T = examples.target_T[block.start : block.end]
         row_T = examples.row_T[block.start : block.end]
-        drop_pairs, drop_all, drop_each = None, None, None
-        if noise is not None and pair_dropout > 0:
-            # One row of the mask for each (position, candidate); candidate 0 is the target.
-            pair_T = row_T * (N + 1)
-            pair_TN = (pair_T[:, None] + torch.arange(1, N + 1, device=row_T.device)).flatten()
-
-            def drop_pairs(gates: Tensor) -> Tensor:
-                return noise.dropout(gates, pair_dropout, GATES, pair_T)
-
-            def drop_all(gates: Tensor) -> Tensor:
-                return noise.dropout(gates.flatten(0, 1), pair_dropout, GATES, pair_TN).view_as(gates)
-
-            def drop_each(gates: Tensor) -> Tensor:
-                return noise.dropout(gates, pair_dropout, GATES, pair_TN)
-
-        positive_T = similarity.pairs(query, positive, drop_pairs)
+        positive_T, dropout = similarity.pairs(query, positive, dropout_of(row_T, 0, 1)), dropout_of(row_T, 1, N + 1)
         if block.shared:
-            negative_TN = similarity.all_pairs(query, negative, drop_all)
+            negative_TN = similarity.all_pairs(query, negative, dropout)
         else:
             repeated = tuple(side.repeat_interleave(N, 0) for side in query)
-            negative_TN = similarity.pairs(repeated, negative, drop_each).view(-1, N)
+            negative_TN = similarity.pairs(repeated, negative, dropout).view(-1, N)
         if examples.log_q_V is not None:
             positive_T = positive_T - examples.log_q_V[target_T]
             negative_TN = negative_TN - examples.log_q_V[block.negatives]

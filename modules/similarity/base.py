@@ -36,23 +36,35 @@ class Similarity(nn.Module, ABC):
     """Whether `all_pairs`, too, takes the items' side in any type, as `candidates` does."""
 
     @abstractmethod
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
-        """The query's side, computed once per query: a tuple of tensors [T, ...]. row_T names the dropout's rows."""
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
+        """Returns the query's side, computed once per query.
+
+        Args:
+            query_TD: The queries' vectors.
+            row_T: The dropout's rows.
+            noise: The dropout of a training step.
+            groups: The embeddings [T, D] of the queries' features. They are part of the vectors, but for a user's id
+                that is a component.
+
+        Returns:
+            A tuple of tensors [T, ...].
+        """
 
     @abstractmethod
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
-        """The item's side, which depends on the item alone: a tuple of tensors [N, ...]."""
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
+        """Returns the items' side, which depends on the items alone: a tuple of tensors [N, ...], from what `query`
+        takes of queries."""
 
     def use_features(self, of_query: int, of_item: int) -> None:
-        """Called once, before the weights exist, with the number of features of queries and items. Their embeddings are
-        part of the vectors that `query` and `item` take, but for a user's id that is a component; a similarity that
-        also needs them separately overrides this, `query_side` and `item_side`."""
+        """Called once, before the weights exist, with the number of features of queries and items: `groups`."""
 
     def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
-        return self.query(query.vector_RD, row_T, noise)
+        """Returns `query` of embedded queries."""
+        return self.query(query.vector_RD, row_T, noise, query.groups)
 
     def item_side(self, item: Embedded, row_N: Tensor, noise: Noise | None = None) -> Side:
-        return self.item(item.vector_RD, row_N, noise)
+        """Returns `item` of embedded items."""
+        return self.item(item.vector_RD, row_N, noise, item.groups)
 
     @abstractmethod
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import DeepFMConfig
-from ..features import Embedded
 from ..losses.blockwise import Side
 from ..noise import Noise
 from .base import PairDropout, Similarity
@@ -66,12 +65,6 @@ class DeepFM(Similarity):
             item_ND = noise.dropout(item_ND, self.config.projection_dropout, "deepfm.item", row_N)
         groups_NIC = self.item_projection(item_ND)
         return (groups_NIC if self.item_features is None else self.item_features(groups_NIC, groups),)
-
-    def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
-        return self.query(query.vector_RD, row_T, noise, query.groups)
-
-    def item_side(self, item: Embedded, row_N: Tensor, noise: Noise | None = None) -> Side:
-        return self.item(item.vector_RD, row_N, noise, item.groups)
 
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         with torch.autocast(query[0].device.type, enabled=False):

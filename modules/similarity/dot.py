@@ -3,6 +3,7 @@
 Axes: T queries, N items, D width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ class Dot(Similarity):
         super().__init__()
         self.dim, self.normalize, self.temperature = dim, config.normalize, config.temperature
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         return (self._scaled(query_TD, 1 / self.temperature),)
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         return (self._scaled(item_ND, 1.0),)
 
     def _scaled(self, x: Tensor, scale: float) -> Tensor:

@@ -3,6 +3,8 @@
 Axes: T queries, N items, D width, H hidden units.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,11 +29,11 @@ class MLP(Similarity):
         # No bias: it would shift all scores equally, which changes neither a ranking nor softmax.
         self.output = nn.Linear(config.hidden, 1, bias=False)
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """The query's part of the hidden layer [T, H]."""
         return (F.linear(query_TD, self.hidden.weight[:, : self.dim], self.hidden.bias),)
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """The item's part [N, H]."""
         return (F.linear(item_ND, self.hidden.weight[:, self.dim :]),)
 

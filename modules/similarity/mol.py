@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import MoLConfig
-from ..features import Embedded
 from ..linear import Linear
 from ..losses.blockwise import GATES, Examples, GateDropout, Side
 from ..losses.mol_loss import has_kernels, mol_sampled_softmax
@@ -112,12 +111,6 @@ class MoL(Similarity):
             components = self.item_features(components, groups)
         weights = self.item_gate(self._gate_input(item_ND, row_N, noise, "mol.item_gate"))
         return self._scaled(components, 1.0), weights
-
-    def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
-        return self.query(query.vector_RD, row_T, noise, query.groups)
-
-    def item_side(self, item: Embedded, row_N: Tensor, noise: Noise | None = None) -> Side:
-        return self.item(item.vector_RD, row_N, noise, item.groups)
 
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
         (query_TUC, query_gate), (item_NIC, item_gate) = query, item

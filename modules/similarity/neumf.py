@@ -4,6 +4,8 @@ Axes: T queries, N items, D width, G width of the generalized matrix factorizati
 its outputs, F hidden units of the final MLP.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,12 +35,12 @@ class NeuMF(Similarity):
         # No bias: it would shift all scores equally, which changes neither a ranking nor softmax.
         self.output = nn.Linear(config.final_hidden, 1, bias=False)
 
-    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None) -> Side:
+    def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """The query's factor of GMF [T, G] and its part of the hidden layer [T, H]."""
         weight_HD = self.hidden.weight[:, : self.dim]
         return self.query_gmf(query_TD), functional.linear(query_TD, weight_HD, self.hidden.bias)
 
-    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None) -> Side:
+    def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
         """The item's factor [N, G] and part [N, H]."""
         return self.item_gmf(item_ND), functional.linear(item_ND, self.hidden.weight[:, self.dim :])
 

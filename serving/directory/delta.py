@@ -38,9 +38,10 @@ from torch.nn import functional as F
 from logitmix.common.checked import Checked, entry_of_bytes, fields_of, json_digest, require_entry, require_fields
 from logitmix.common.files import require_file
 from logitmix.common.mappings import brief
-from logitmix.modules.features import Values
+from logitmix.modules.features import stored_tensors, values_of_tensors
 from logitmix.modules.schema import ITEM
 from logitmix.modules.stage1 import LANES, ZERO, rows_of_blocks
+from logitmix.modules.values import Values
 from logitmix.serving.columns import read_columns, stored_columns
 from logitmix.serving.directory.checks import about_of
 from logitmix.serving.directory.format import (
@@ -447,7 +448,7 @@ def _stored(part: Mapping[str, Values], about: About, scales: Scales) -> dict[st
     """The tensors of a shard from its columns."""
     tensors: dict[str, Tensor] = {}
     for feature in about.schema.of("item") if about.holds_inputs else ():
-        tensors |= part[f"{feature.name}.values"].tensors(feature)
+        tensors |= stored_tensors(feature, part[f"{feature.name}.values"])
     tensors |= {name: of.values for name, of in part.items() if name in (TABLE, OWN_ROW) or is_side(name)}
     if CORPUS in part:
         tensors[CORPUS] = _blocks(part[CORPUS].values)
@@ -466,7 +467,7 @@ def _column(shard: Mapping[str, Tensor], name: str, about: About) -> Values:
         return Values(rows_of_blocks(blocks, items))
     of_feature = {f"{of.name}.values": of for of in about.schema.of("item")}
     if name in of_feature:
-        return Values.of_tensors(of_feature[name], shard)
+        return values_of_tensors(of_feature[name], shard)
     return Values(shard[name])
 
 

@@ -206,7 +206,11 @@ def signature(about: About) -> dict[str, Any]:
         columns |= {"where": f"condition on {of}", "limit": f"most items of a value, by name, of {of}"}
 
     def features(owner: Owner) -> dict[str, str]:
-        return {of.name: of.form.in_request(of) for of in schema.of(owner) if of.name != WANTED + model.wanted}
+        return {
+            of.name: of.form.in_request.format(width=of.width)
+            for of in schema.of(owner)
+            if of.name != WANTED + model.wanted
+        }
 
     return {
         "inputs": {

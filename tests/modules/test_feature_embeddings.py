@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitmix.modules.features import AdaptiveCompression, FeatureEmbeddings, Values
+from logitmix.modules.features import AdaptiveCompression, FeatureEmbeddings
 from logitmix.modules.schema import Feature
+from logitmix.modules.values import Values
 
 D = 8
 FEATURES = (

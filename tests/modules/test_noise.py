@@ -70,27 +70,6 @@ def test_keys_are_63_bits_that_follow_from_the_parts() -> None:
     assert max(derive_key(i) for i in range(100)) > 2**62
 
 
-def test_any_part_of_the_table_is_made_as_the_whole_is() -> None:
-    whole = bits(KEY, 40, 24)
-    rows = torch.tensor([39, 0, 7, 7, 20])
-    columns = torch.tensor([23, 1, 0])
-    assert torch.equal(random_bits(KEY, rows, columns), whole[rows][:, columns])
-    for row, column in itertools.product((0, 13, 39), (0, 5, 23)):
-        part = random_bits(KEY, torch.arange(row, 40), torch.arange(column, 24))
-        assert torch.equal(part, whole[row:, column:])
-
-
-@pytest.mark.parametrize("dim", [0, 1], ids=["row shards", "column shards"])
-def test_shards_of_initial_weights_make_up_the_whole_table(dim: int) -> None:
-    whole = truncated_normal(KEY, torch.arange(30), torch.arange(12), 0.02)
-    indices = [torch.arange(30), torch.arange(12)]
-    shards = []
-    for part in indices[dim].tensor_split(4):
-        indices[dim] = part
-        shards.append(truncated_normal(KEY, *indices, 0.02))
-    assert torch.equal(torch.cat(shards, dim), whole)
-
-
 def test_masks_of_other_keys_sites_and_rows_are_unrelated() -> None:
     masks = [
         mask(),
@@ -170,15 +149,6 @@ def test_the_mask_is_the_same_in_every_precision() -> None:
     half = Noise(KEY).dropout(torch.ones(40, 21, dtype=torch.bfloat16), 0.2, "here", rows)
     assert half.dtype == torch.bfloat16
     assert torch.equal(half, full.bfloat16())
-
-
-def test_each_half_of_a_sharded_batch_has_the_masks_of_the_whole() -> None:
-    x = torch.ones(30, 2, 5)
-    whole = Noise(KEY).dropout(x, 0.3, "here", torch.arange(100, 130))
-    for cut in (0, 1, 17, 30):
-        first = Noise(KEY).dropout(x[:cut], 0.3, "here", torch.arange(100, 100 + cut))
-        second = Noise(KEY).dropout(x[cut:], 0.3, "here", torch.arange(100 + cut, 130))
-        assert torch.equal(torch.cat([first, second]), whole)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0, 3), (0, 1), (0, 3, 4), (0, 0), (5, 0)])

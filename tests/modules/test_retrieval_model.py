@@ -281,17 +281,6 @@ def test_the_mutual_information_is_that_of_targets_and_components() -> None:
             assert float((got - should).norm()) < 200 * EPS * float(should.norm())
 
 
-def test_a_rank_without_sequences_takes_part_with_zeros() -> None:
-    options = config("mol")
-    tower = tower_of(options)
-    parts = [batches(options, rank, 12).at(1) for rank in range(12)]
-    empty = [part for part in parts if len(part.input_T) == 0]
-    assert empty
-    for batch in empty:
-        loss, gradients = run(tower, batch)
-        assert not any(loss.values()) and not any(gradient.any() for gradient in gradients)
-
-
 def still(options: ModelConfig) -> ModelConfig:
     """These options without dropout."""
     rates = [entry.name for entry in fields(options.similarity) if entry.name.endswith("dropout")]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from logitmix.common.compiled import plain_torch
 from logitmix.modules import stage1
 from logitmix.modules.stage1 import LANES, Found, Int8Corpus, hindexer_topk
 
@@ -26,9 +27,8 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(query_BH: Tensor, corpus: Int8Corpus, k: int, allowed: Tensor | None = None) -> Found:
-    query, scale_B = stage1._quantized(query_BH, corpus)
-    bits = None if allowed is None else stage1._bits(allowed, len(query), corpus.num_items)
-    return stage1._plain(query, scale_B, corpus, min(k, corpus.num_items), bits)
+    with plain_torch():
+        return hindexer_topk(query_BH, corpus, k, allowed)
 
 
 def assert_same(found: Found, expected: Found) -> None:
@@ -58,7 +58,8 @@ def test_every_form_is_the_definition(
         patch.setattr(stage1, "SMALLEST_SAMPLE", 8)
         patch.setattr(stage1, "BLOCKS_OF_A_THREAD", 8)
         patch.setattr(stage1, "_BEST", level)
-        assert_same(hindexer_topk(*case, threads), plain(*case))
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        assert_same(hindexer_topk(*case), plain(*case))
 
 
 def test_the_definition_is_the_top_of_the_quantised_products() -> None:

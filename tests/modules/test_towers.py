@@ -9,9 +9,10 @@ from torch import Tensor
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, HIndexerConfig, ModelConfig, MoLConfig, PooledConfig, SASRecConfig
-from logitmix.modules.features import Features, Values
+from logitmix.modules.features import Features
 from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.modules.towers import Tower
+from logitmix.modules.values import Values
 
 D, ITEMS = 8, 6
 SCHEMA = Schema(

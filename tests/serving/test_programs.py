@@ -33,9 +33,10 @@ from logitmix.modules.config import (
     SASRecConfig,
     sees_times,
 )
-from logitmix.modules.features import Embedded, Features, Values
+from logitmix.modules.features import Embedded, Features
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Schema, Table
 from logitmix.modules.towers import Sides
+from logitmix.modules.values import Values
 from logitmix.serving import programs as loaded_programs
 from logitmix.serving.directory.reader import read, read_manifest
 from logitmix.serving.model import Precision, named

@@ -341,7 +341,6 @@ def test_what_is_no_id_is_refused_and_not_dropped(tmp_path: Path) -> None:
         lambda: Retriever.load(tmp_path / "served", None),  # type: ignore[arg-type]
         lambda: Retriever.load(7),  # type: ignore[arg-type]
         lambda: hindexer_topk(torch.ones(1, 8), Int8Corpus.of(torch.ones(9, 8)), 3.0),  # type: ignore[arg-type]
-        lambda: hindexer_topk(torch.ones(1, 8), Int8Corpus.of(torch.ones(9, 8)), 3, threads=-1),
     ]
     for call in calls:
         with pytest.raises(ValueError) as caught:

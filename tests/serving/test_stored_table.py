@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from logitmix.modules.features import Values
 from logitmix.modules.schema import Feature, Schema, Table
+from logitmix.modules.values import Values
 from logitmix.serving.stored_table import StoredTable, fetch_rows
 
 TABLE = torch.arange(20.0).view(10, 2)

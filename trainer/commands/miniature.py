@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from logitmix.common.compiled import plain_torch
 from logitmix.modules.batch import Bags, Batch, Packing
 from logitmix.modules.config import LossConfig
-from logitmix.modules.features import Embedded, Features, Values
+from logitmix.modules.features import Embedded, Features
 from logitmix.modules.initialize import initialized
 from logitmix.modules.losses.blockwise import Examples, Side
 from logitmix.modules.model import SampledLosses
@@ -35,6 +35,7 @@ from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.towers import Tower, query_groups
+from logitmix.modules.values import Values
 from logitmix.trainer.commands.as_on_cuda import NoiseOnCUDA, as_on_cuda, blocks_as_on_cuda, fused_loss
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.flat import FlatLosses

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import MOST_NEGATIVES
-from logitmix.modules.features import Features, Values
+from logitmix.modules.features import Features
 from logitmix.modules.kinds.date import NO_DATE, TICKS
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, WANTED, Schema
+from logitmix.modules.values import Values
 from logitmix.trainer.data.columns import index_type, ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse

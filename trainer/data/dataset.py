@@ -332,7 +332,7 @@ def encoders_of(path: Path, schema: Schema) -> dict[str, TextEncoder]:
 def encoder_of(path: Path, feature: Feature) -> TextEncoder:
     """As `encoders_of`, for one feature of texts."""
     if feature.encoder != NGRAMS:
-        return TextEncoder.of(feature, None)
+        return TextEncoder(feature.encoder, feature.version, feature.width)
     name = f"{PROJECTIONS}/{feature.name}.parquet"
     with reading(path, name), pq.ParquetFile(path / name) as table:
         require_plausible(table, path / name, ())
@@ -340,7 +340,8 @@ def encoder_of(path: Path, feature: Feature) -> TextEncoder:
         lengths, numbers = lists("row", rows)
         if len(rows) != BUCKETS or (lengths != feature.width).any():
             raise ValueError(f"its rows are not {BUCKETS} of {feature.width} numbers")
-        return TextEncoder.of(feature, finite("row", numbers).reshape(BUCKETS, feature.width).copy())
+        projection = finite("row", numbers).reshape(BUCKETS, feature.width).copy()
+        return TextEncoder(feature.encoder, feature.version, feature.width, projection)
 
 
 def raw_user_ids_of(path: Path) -> Iterator[pa.Array]:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitmix.modules.batch import Bags
-from logitmix.modules.features import Features, Values
+from logitmix.modules.features import Features
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, USER, USER_FEATURE, WANTED, Owner, Schema
+from logitmix.modules.values import Values
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, of_next
 

@@ -18,8 +18,8 @@ from logitmix.common.checked import entry_of
 from logitmix.common.files import clean_up, in_turn, only_writer, sync, whole_directory
 from logitmix.common.storage import is_copy
 from logitmix.launch.processes import is_main
-from logitmix.modules.features import Values
 from logitmix.modules.schema import ITEM
+from logitmix.modules.values import Values
 from logitmix.serving.columns import stored_columns
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.delta import (

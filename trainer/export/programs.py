@@ -39,9 +39,10 @@ from torch.nn import functional as F
 from logitmix.common.files import naming
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import ModelConfig, sees_times
-from logitmix.modules.features import Features, Values
+from logitmix.modules.features import Features
 from logitmix.modules.schema import ITEM, Feature
 from logitmix.modules.towers import NO_ROWS, Sides, Tower
+from logitmix.modules.values import Values
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import ONNX, PROGRAMS, Contents, Entries
 from logitmix.serving.model import OWN_ROW, named, trained_tower

@@ -31,8 +31,9 @@ from logitmix.common.files import only_writer, write_whole, writing_whole
 from logitmix.common.messages import say
 from logitmix.common.storage import fetch
 from logitmix.launch.processes import launched
-from logitmix.modules.features import NO_TIME, Values
+from logitmix.modules.features import NO_TIME
 from logitmix.modules.schema import Owner
+from logitmix.modules.values import Values
 from logitmix.serving.columns import ACTIONS
 from logitmix.serving.directory.format import MANIFEST
 from logitmix.serving.encoding import Histories

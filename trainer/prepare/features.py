@@ -183,7 +183,7 @@ def make_features(
             if not any(words_of(text) if embed_with == NGRAMS else text for text in texts):
                 raise ValueError(f"feature {column.name} has no text of letters or digits; kind text needs some")
             encoder = TextEncoder.fit(embed_with, texts)
-        found = form.read(_Source(replace(column, encoder=encoder)))
+        found = getattr(_Source(replace(column, encoder=encoder)), form.reads)()
         if isinstance(found, Codes):
             table = column.table or column.name
             features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
@@ -304,7 +304,7 @@ def as_in_requests(feature: Feature, values: pa.Array, encoder: TextEncoder | No
     )
     if column.values.null_count == len(column.values):
         return [None] * len(column.values)
-    found = feature.form.read(_Source(column, exceptions=False))
+    found = getattr(_Source(column, exceptions=False), feature.form.reads)()
     if not isinstance(found, Codes):
         numbers: np.ndarray = found
         if numbers[0].size != feature.width:

@@ -39,14 +39,6 @@ def test_gradients_of_the_running_mean_reach_the_positions_before() -> None:
     torch.testing.assert_close(item_TD.grad, torch.tensor([[0.0], [0.0], [1 / 3], [1 / 3], [1 / 3]]).expand(5, D))
 
 
-def test_no_sequence_sees_another() -> None:
-    encoder, lengths = pooled(), [3, 1, 4]
-    item_TD = torch.randn(8, D, generator=torch.Generator().manual_seed(1))
-    together = encoder(item_TD, Packing(torch.tensor(lengths)), None)
-    for part, alone in zip(together.split(lengths), item_TD.split(lengths), strict=True):
-        torch.testing.assert_close(part, encoder(alone, Packing(torch.tensor([len(alone)])), None), rtol=0, atol=1e-6)
-
-
 def test_dropout_follows_the_global_rows() -> None:
     """Two parts of a batch drop what the whole drops."""
     encoder, noise = pooled(0.5), Noise(3)

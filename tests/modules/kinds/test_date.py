@@ -5,9 +5,10 @@ from math import cos, pi
 import pytest
 import torch
 
-from logitmix.modules.features import NO_TIME, FeatureEmbeddings, Values, waves_of_times
+from logitmix.modules.features import NO_TIME, FeatureEmbeddings, waves_of_times
 from logitmix.modules.kinds.date import NO_DATE, PERIODS, TICKS
 from logitmix.modules.schema import Feature, Schema
+from logitmix.modules.values import Values
 
 NOW = 1_900_000_000
 AGES = [0, 1, 86_400, -3 * 86_400, 40 * 86_400 + 7, 30 * 365 * 86_400]

@@ -13,10 +13,10 @@ from asking import ranked_rows
 from small_data import small_config
 
 from logitmix.common.plugins import load_plugins
-from logitmix.modules.features import Values
 from logitmix.modules.kinds import text
 from logitmix.modules.kinds.text import TEXT_ENCODERS, TextEncoder, encode, fit_projection, words_of
 from logitmix.modules.schema import Feature
+from logitmix.modules.values import Values
 from logitmix.serving.directory import reader
 from logitmix.serving.features import FeatureReader
 from logitmix.serving.items import ItemInputs
@@ -126,7 +126,7 @@ def test_a_request_states_a_text_or_its_vector() -> None:
         return feature.form.cell(feature, value, lambda given: [float(len(given)), 1.0])
 
     assert cell("abc") == [3.0, 1.0] and cell([4, 5]) == [4.0, 5.0] and cell(None) == cell(" ") == [0.5, 0.5]
-    assert feature.form.in_request(feature) == "text, or its 2 numbers"
+    assert feature.form.in_request.format(width=feature.width) == "text, or its 2 numbers"
     of = Values(torch.tensor([[1.5, 0.5], [0.5, -0.5]]))
     torch.testing.assert_close(feature.form.embed(feature, of, None) * 2**0.5, of.values - 0.5)
     with pytest.raises(ValueError, match="has 1 numbers; it must have 2"):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from logitmix.modules.features import FeatureEmbeddings, Values
-from logitmix.modules.kinds.weighted_ids import WeightedIds
+from logitmix.modules.features import FeatureEmbeddings
+from logitmix.modules.kinds.ids import WeightedIds
 from logitmix.modules.schema import Feature
+from logitmix.modules.values import Values
 
 FEATURE = Feature("interests", "user", "weighted_ids", table="topic")
 BAGS = [([3, 1, 3], [0.5, 2.0, 1.5]), ([], []), ([2], [4.0]), ([0, 1], [0.0, 0.0]), ([4, 0], [0.0, 3.0])]

@@ -262,21 +262,6 @@ def test_the_mixture_begins_nearly_as_the_cosine(user: bool) -> None:
     assert not user or float(gates_TUI[:, -1].sum(1).max()) < 0.05 < float(gates_TUI[:, 0, 0].min())
 
 
-def test_nothing_scores_nothing() -> None:
-    mol = make()
-    nothing, some = torch.zeros(0, DIM, requires_grad=True), vectors(3, 1)
-    query, item = sides(mol, nothing, some)
-    assert query[0].shape == (0, U, C) and query[1].shape == (0, M)
-    assert mol.all_pairs(query, item).shape == (0, 3)
-    no_query, no_item = sides(mol, some, nothing)
-    assert no_item[0].shape == (0, I, C) and no_item[1].shape == (0, M)
-    assert mol.all_pairs(no_query, no_item).shape == (3, 0)
-    assert mol.pairs(query, no_item).shape == (0,)
-    total = mol.pairs(query, no_item).sum() + sum(side.sum() for side in (*query, *no_item))
-    total.backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mol.parameters())
-
-
 @pytest.mark.parametrize(("gating", "parameters"), [("decomposed", 4), ("joint", 3)])
 def test_a_pair_depends_on_the_cross_gate_and_nothing_else_of_the_module(gating: str, parameters: int) -> None:
     mol = make(gating=gating)
