@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -65,6 +66,11 @@ class Table:
     rows: Sequence[Sequence[object]]
 
 
+class Column(NamedTuple):
+    head: object
+    cells: Sequence[object]
+
+
 @dataclass(frozen=True)
 class Section:
     title: str
@@ -84,10 +90,10 @@ def write_report(paths: Sequence[Path], out: Path) -> None:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page's text."""
+    """Returns the text of the page."""
     groups = grouped(runs)
     metric = runs[0].settings["evaluate.metric"]
-    found = differences(groups, metric)
+    to_best = differences(groups, metric)
     sections = [
         _results(groups),
         _by_group(groups, metric),
@@ -109,38 +115,38 @@ def page(runs: Sequence[Run]) -> str:
     return templates.get_template("report.html").render(
         title="logitmix: " + ", ".join(str(run.path) for run in runs),
         heading="Runs" if len(runs) > 1 else "Run",
-        verdict=verdict(groups, metric, found),
+        verdict=verdict(groups, metric, to_best),
         colors=COLORS,
         names=_names(groups),
-        overview=_overview(groups, metric, found),
+        overview=_overview(groups, metric, to_best),
         sections=[section for section in sections if section],
     )
 
 
-def _overview(groups: Sequence[Group], metric: str, found: Sequence[Difference | None]) -> Section:
-    """A row for each group: the metric that chooses checkpoints, and the settings that differ."""
-    runs = [run for group in groups for run in group.runs]
-    several, settings = len(runs) > len(groups), differing(groups)
-    datasets = dict.fromkeys(_dataset(run) for run in runs)
-    best, rows = best_of(groups, metric), []
-    for number, (group, name) in enumerate(zip(groups, _names(groups), strict=True)):
-        cells = [name, *[group.seeds] * several, _figure(group, metric, number == best and len(groups) > 1)]
-        if any(found):
-            of = found[number]
-            cells.append(Cell(f"{of.mean:+.4f}", f"[{of.low:+.4f}, {of.high:+.4f}]") if of else None)
-        cells += [*(group.settings.get(name) for name in settings), _state(group), _minutes(group)]
-        rows.append([*cells, *[_dataset(group.runs[0])] * (len(datasets) > 1)])
-    heads: list[object] = ["run", *["seeds"] * several, f"test {metric}", *["difference to the best"] * any(found)]
-    heads += [Cell(of, tip=name) for name, of in short_names(settings).items()]
-    heads += ["state", "training time", *["dataset"] * (len(datasets) > 1)]
-    notes = [*datasets] if len(datasets) == 1 else []
-    if any(found):
+def _overview(groups: Sequence[Group], metric: str, to_best: Sequence[Difference | None]) -> Section:
+    """Returns a row for each group: the metric that chooses checkpoints, and the settings that differ."""
+    several, best = any(len(group.runs) > 1 for group in groups), best_of(groups, metric)
+    datasets = dict.fromkeys(_dataset(run) for group in groups for run in group.runs)
+    notes, columns = [*datasets] if len(datasets) == 1 else [], [Column("run", _names(groups))]
+    if several:
+        columns.append(Column("seeds", [group.seeds for group in groups]))
+    figures = [_figure(group, metric, number == best and len(groups) > 1) for number, group in enumerate(groups)]
+    columns.append(Column(f"test {metric}", figures))
+    if any(to_best):
+        cells = [Cell(f"{of.mean:+.4f}", f"[{of.low:+.4f}, {of.high:+.4f}]") if of else None for of in to_best]
+        columns.append(Column("difference to the best", cells))
         of_seeds = ", and of the seeds of each row" if several else "; they say nothing about other seeds"
         notes.append(
             "Intervals of differences are the middle 95 % of resamples of the users, the same ones for all rows"
             f"{of_seeds}." + " After ± stands the standard deviation over the seeds." * several
         )
-    return Section("", notes, [Table(heads, rows)])
+    for name, short in short_names(differing(groups)).items():
+        columns.append(Column(Cell(short, tip=name), [group.settings.get(name) for group in groups]))
+    columns += [Column("state", list(map(_state, groups))), Column("training time", list(map(_minutes, groups)))]
+    if len(datasets) > 1:
+        columns.append(Column("dataset", [_dataset(group.runs[0]) for group in groups]))
+    heads, cells_of_columns = zip(*columns, strict=True)
+    return Section("", notes, [Table(heads, [*zip(*cells_of_columns, strict=True)])])
 
 
 def _dataset(run: Run) -> str:
@@ -165,7 +171,7 @@ def _minutes(group: Group) -> str:
 
 
 def _results(groups: Sequence[Group]) -> Section:
-    """All test metrics, a row each."""
+    """Returns all test metrics, a row each."""
     runs = [run for group in groups for run in group.runs]
     elsewhere = ("recommended", "targets", "groups", "users", "corpus", "seconds", "step", "start", *COMPARED_WITH)
     names = dict.fromkeys(name for run in runs for name in run.results if name.partition("/")[0] not in elsewhere)
@@ -205,7 +211,7 @@ def _results(groups: Sequence[Group]) -> Section:
 
 
 def _by_group(groups: Sequence[Group], metric: str) -> Section | None:
-    """The metric that chooses checkpoints, for each group of the users."""
+    """Returns the metric that chooses checkpoints for each group of the users; None if there are no groups."""
     baselines, results = _baselines(groups), [run.results for group in groups for run in group.runs]
     rows = []
     for name in dict.fromkeys(of.rpartition("/")[0] for one in results for of in one if of.startswith("groups/")):
@@ -221,31 +227,33 @@ def _by_group(groups: Sequence[Group], metric: str) -> Section | None:
 
 
 def _baselines(groups: Sequence[Group]) -> list[tuple[Cell, Mapping[str, float]]]:
-    """Heading and metrics of each baseline, without duplicates: runs of other datasets or users have figures of their
-    own, whose heading names them and has the colors of their groups."""
-    found = []
+    """Returns the heading and the metrics of each baseline. Runs of other datasets or users have figures of their own,
+    in a column whose heading names the runs and has the colors of their groups."""
+    columns = []
     for prefix, label in COMPARED_WITH.items():
-        of_runs = [
+        metrics_of_runs = [
             (
-                at,
-                run,
-                {name.removeprefix(f"{prefix}/"): of for name, of in run.results.items() if name.startswith(prefix)},
+                number,
+                str(run.path),
+                {name.partition("/")[2]: run.results[name] for name in run.results if name.startswith(f"{prefix}/")},
             )
-            for at, group in enumerate(groups)
+            for number, group in enumerate(groups)
             for run in group.runs
         ]
-        distinct: list[Mapping[str, float]] = []
-        distinct += [of for at, (_, _, of) in enumerate(of_runs) if of and of not in [of for *_, of in of_runs[:at]]]
-        for of in distinct:
-            own = [(at, str(run.path)) for at, run, other in of_runs if other == of]
-            colors = sorted({at for at, _ in own}) if len(groups) > 1 else []
-            whose = f" of {', '.join(path for _, path in own)}" if len(distinct) > 1 else ""
-            found.append((Cell(label + whose, colors=colors), of))
-    return found
+        distinct = list[Mapping[str, float]]()
+        for *_, metrics in metrics_of_runs:
+            distinct += [metrics] if metrics and metrics not in distinct else []
+        for metrics in distinct:
+            numbers, paths = zip(
+                *((number, path) for number, path, other in metrics_of_runs if other == metrics), strict=True
+            )
+            whose = f" of {', '.join(paths)}" if len(distinct) > 1 else ""
+            columns.append((Cell(label + whose, colors=[*dict.fromkeys(numbers)] if len(groups) > 1 else []), metrics))
+    return columns
 
 
 def _figure(group: Group, name: str, is_best: bool) -> Cell | None:
-    """The mean of a group's test metric: with its spread, or of one run's hit rate with its interval."""
+    """Returns the mean of a group's test metric with its spread, or one run's hit rate with its interval."""
     values = group.values(name)
     if not values:
         return None
@@ -266,7 +274,8 @@ def _number(name: str, value: float | None) -> str | None:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """95 % interval of a probability, from the `share` of successes in `count` independent trials (Wilson, 1927)."""
+    """Returns the 95 % interval of a probability, from the `share` of successes in `count` independent trials (Wilson,
+    1927)."""
     center = share + Z95**2 / (2 * count)
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     scale = 1 + Z95**2 / count
@@ -274,7 +283,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def _curves(groups: Sequence[Group], metric: str) -> Section:
-    """The training loss and metrics on validation, over steps and over time."""
+    """Returns the training loss and metrics on validation, over steps and over time."""
     runs, charts = [(number, run) for number, group in enumerate(groups) for run in group.runs], []
     validation = [(f"validation {name}", "validation", name, max) for name in dict.fromkeys((metric, WIDE, "mrr"))]
     for title, kind, name, best in (("training loss", "training", "loss", min), *validation):
@@ -302,7 +311,7 @@ def _curves(groups: Sequence[Group], metric: str) -> Section:
 
 
 def _popularity(groups: Sequence[Group]) -> Section | None:
-    """How popular the recommended items are, compared with the items that users took."""
+    """Returns how popular the recommended items are, compared with the items that users took."""
     rows: list[list[object]] = []
     for group, own in zip(groups, _names(groups), strict=True):
         if not group.values("recommended/top_1_percent"):
@@ -325,7 +334,7 @@ def _popularity(groups: Sequence[Group]) -> Section | None:
 
 
 def _step(groups: Sequence[Group]) -> Section | None:
-    """The time of a step by part."""
+    """Returns the time of a step by part."""
     runs = [run for group in groups for run in group.runs]
     parts = dict.fromkeys(name for run in runs for row in run.training[:1] for name in row if name.startswith("time/"))
     parts.pop("time/step", None)
@@ -356,7 +365,7 @@ def _step(groups: Sequence[Group]) -> Section | None:
 
 
 def _wire(groups: Sequence[Group]) -> Section:
-    """Bytes by table and direction."""
+    """Returns the bytes that are sent, by table and direction."""
     rows, end = [], "/fp32_bytes_per_step"
     for group, own in zip(groups, _names(groups), strict=True):
         names = dict.fromkeys(name for run in group.runs for row in run.training[-1:] for name in row)
@@ -378,7 +387,7 @@ def _wire(groups: Sequence[Group]) -> Section:
 
 
 def _components(groups: Sequence[Group]) -> Section | None:
-    """Use of MoL's components."""
+    """Returns curves of the use of MoL's components; None if no run has any."""
     charts = []
     for name in ("entropy", "most_used", "least_used"):
         curves = [
@@ -396,7 +405,8 @@ def _components(groups: Sequence[Group]) -> Section | None:
 
 
 def _settings(groups: Sequence[Group]) -> Section:
-    """What is not in the first table: the settings that differ within the groups, and those that are all the same."""
+    """Returns the settings that are not in the first table: those that differ within the groups, and those that are
+    the same everywhere."""
     flat = [[run.settings for run in group.runs] for group in groups]
     names = dict.fromkeys(name for group in flat for settings in group for name in settings)
     values = {
@@ -419,8 +429,8 @@ def _settings(groups: Sequence[Group]) -> Section:
 
 
 def _mean(rows: Sequence[Mapping[str, float]], name: str, without_first: bool = False) -> float:
-    """Mean over the steps: a row counts for the steps since the previous row. 0 if no row has the metric. Without the
-    first row, unless it is the only one."""
+    """Returns the mean over the steps: a row counts for the steps since the previous row. 0 if no row has the metric.
+    `without_first` leaves the first row out, unless it is the only one."""
     since = int(rows[0]["step"]) if without_first and len(rows) > 1 else 0
     known = [row for row in rows if name in row and row["step"] > since]
     weights = [after["step"] - before["step"] for before, after in pairwise([{"step": since}, *known])]
@@ -429,6 +439,6 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str, without_first: bool = 
 
 
 def _names(groups: Sequence[Group]) -> list[Cell]:
-    """Of each group: its color, the path of its first run, and how many more it has."""
+    """Returns each group's color, the path of its first run, and how many more runs it has."""
     firsts = [(str(group.runs[0].path), len(group.runs) - 1) for group in groups]
     return [Cell(path + f" + {more}" * bool(more), colors=[at]) for at, (path, more) in enumerate(firsts)]

@@ -1,20 +1,17 @@
 """Popularity and item-kNN against the same computed user by user, in plain Python; EASE against its formula."""
 
 import math
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import two_ranks
 from small_data import in_memory, small_config, write_dataset
 
 from logitmix.comm.process_group import process_group
-from logitmix.trainer.config import Config
 from logitmix.trainer.data import columns
-from logitmix.trainer.data.batches import HeldOut, Split, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.evaluation import baselines, evaluate
 from logitmix.trainer.evaluation.baselines import EASE, ItemKNN, popularity, rank_targets, users_of_both
@@ -153,21 +150,6 @@ def test_a_large_corpus_has_a_sample_of_users_and_popularity_alone(
     assert "the baselines are ranked for 10 of 60 users, a sample" in said and "item-kNN is left out" in said
     assert found["popularity/hr@10"] * 10 == pytest.approx(round(found["popularity/hr@10"] * 10))
     assert "item_knn/hr@10" not in found
-
-
-def rank_at_length(config: Config) -> dict[str, float]:
-    def at_length(evaluation: Evaluation, split: Split) -> dict[str, float]:
-        time.sleep(9)
-        return {"popularity/mrr": 0.5}
-
-    with process_group("cpu", 7) as ranks, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluation, "_baselines", at_length)
-        return Evaluation(config, load_dataset(config.data.path), ranks).baselines("test")
-
-
-def test_ranks_wait_for_the_baselines_as_long_as_they_take(tmp_path: Path) -> None:
-    config = small_config(write_dataset(tmp_path / "data"))
-    assert two_ranks.run(rank_at_length, config) == [{"popularity/mrr": 0.5}] * 2
 
 
 def plain_users(dataset: Dataset, held_out: HeldOut) -> np.ndarray:

@@ -1,7 +1,9 @@
 """Metrics of groups of users against those of lists that are filled one user after the other, and torchmetrics'."""
 
+import threading
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from small_data import a_model, small_config, write_dataset
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.evaluation.baselines import ItemKNN
 from logitmix.trainer.evaluation.by_group import features_of, means_by_group
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.metrics import NOT_SERVED, means
@@ -75,15 +78,24 @@ def test_groups_that_cannot_be_formed_are_named(tmp_path: Path, name: str, said:
         features_of([name], load_dataset(write_dataset(tmp_path / "data", features=True)))
 
 
-def evaluated(config: Config) -> dict[str, float]:
-    with a_model(config) as (model, _):
+def evaluated(config: Config) -> tuple[dict[str, float], list[bool]]:
+    """Metrics, and whether this rank, if it has fitted a baseline, had its main thread free to tell others of it."""
+    fit, aside = ItemKNN.fit, list[bool]()
+
+    def noted(*given: Any) -> ItemKNN:
+        aside.append(threading.current_thread() is not threading.main_thread())
+        return fit(*given)
+
+    with a_model(config) as (model, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ItemKNN, "fit", noted)
         evaluation = Evaluation(config, load_dataset(config.data.path), model.ranks)
-        return evaluation("test", *model.evaluated()) | evaluation.baselines("test")
+        return evaluation("test", *model.evaluated()) | evaluation.baselines("test"), aside
 
 
 def test_they_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """Nor do baselines; ranks wait for them as long as they take."""
     data = write_dataset(tmp_path / "data", features=True)
     config = small_config(data, {"evaluate.groups": ["item_actions", "tags", "rating"], "train.precision": "fp32"})
-    alone = evaluated(config)
+    alone, _ = evaluated(config)
     assert {"groups/tags=(other)/mrr", "item_knn/groups/tags=(other)/hr@10", "popularity/mrr"} <= set(alone)
-    assert two_ranks.run(evaluated, config) == [alone, alone]
+    assert two_ranks.run(evaluated, config) == [(alone, [True]), (alone, [])]

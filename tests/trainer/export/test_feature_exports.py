@@ -801,7 +801,7 @@ def test_parts_of_another_job_are_not_taken_over(
     }.items():  # fmt: skip
         (tmp_path / f"{name}.csv").write_text("\n".join(lines))
     asked = {"place": tmp_path / "export", "data": run.parent / "data", "users": tmp_path / "users.csv"}
-    asked |= {"items": tmp_path / "items.csv", "where": "n < 25", "limit": {"brand": 1}, "stage1": 9, "k": 3}
+    asked |= {"items": tmp_path / "items.csv", "where": "n < 40", "limit": {"brand": 1}, "stage1": 9, "k": 3}
     ended = tmp_path / "ended.parquet"
     with pytest.raises(KeyboardInterrupt), interrupted_after(1, monkeypatch):
         api.recommend(out=ended, **asked)
