@@ -31,8 +31,8 @@ def resampled(groups: Sequence[Floats]) -> list[tuple[Floats, Floats]]:
     value_MU, random, found, first = np.concatenate(groups, axis=1).T.copy(), np.random.default_rng(0), [], 0
     U = value_MU.shape[1]
     counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))
-    # One by one, so that a run's means do not depend on the others.
-    mean_RM = np.array([[count_U @ value_U for value_U in value_MU] for count_U in counts]) / U
+    # No matrix product, whose rounding would depend on the other runs.
+    mean_RM = np.stack([(value_MU * count_U).sum(1) for count_U in counts]) / U
     for number, value_UM in enumerate(groups):
         own = slice(first, first := first + value_UM.shape[1])
         found.append((value_UM.mean(1), over_seeds(mean_RM[:, own], number)))
