@@ -288,9 +288,9 @@ def test_no_more_users_are_ranked_than_the_simple_methods_can_rank(data: Path, m
 
 
 def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
-    tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
+    out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(loop, "_test", interrupted)
         compare(str(data), out, 5, ["mol"], 1)
@@ -337,10 +337,16 @@ def test_only_a_run_of_its_own_is_removed_for_more_minutes(tmp_path: Path, train
 )
 @pytest.mark.parametrize("finished", [False, True])
 def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
-    tmp_path: Path, trained: list[str], minutes: float, changed: dict[str, Any], message: str, finished: bool
+    data: Path,
+    tmp_path: Path,
+    trained: list[str],
+    minutes: float,
+    changed: dict[str, Any],
+    message: str,
+    finished: bool,
 ) -> None:
     """In other settings, or with other threads and as many minutes."""
-    data, out = write_dataset(tmp_path / "data"), tmp_path / "out"
+    out = tmp_path / "out"
     config = comparison.config_of("dot", load_dataset(data), 5, 1)
     (out / "dot").mkdir(parents=True)
     (out / "dot" / "config.toml").write_text(dump_toml(with_settings(config, changed)))
@@ -353,18 +359,16 @@ def test_what_was_trained_otherwise_is_refused_before_anything_is_fitted(
     assert trained == [] and not (out / "popularity").exists()
 
 
-def test_features_are_those_of_all_learned_methods(tmp_path: Path) -> None:
-    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+def test_features_are_those_of_all_learned_methods(featured: Path) -> None:
+    dataset = load_dataset(featured)
     config = comparison.config_of("mol", dataset, 2.0, 1, {"model.features": ["brand"]})
     assert config.first and config.model.features == config.first.model.features == ("brand",)
     assert config.model.item_id_dropout == 0.1
     assert comparison.config_of("dot", dataset, 2.0, 1, {"model.features": []}).model.item_id_dropout == 0
 
 
-def test_the_methods_encoders_are_the_same_where_auto_takes_hstu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = load_dataset(write_dataset(tmp_path / "data"))
+def test_the_methods_encoders_are_the_same_where_auto_takes_hstu(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = load_dataset(data)
 
     def kinds() -> list[str]:
         configs = [comparison.config_of(name, dataset, 5, 1) for name in comparison.LEARNED]
@@ -375,20 +379,20 @@ def test_the_methods_encoders_are_the_same_where_auto_takes_hstu(
     before = kinds()
     monkeypatch.setattr(sizing, "HSTU_ACTIONS", 1)
     monkeypatch.setattr(sizing, "HSTU_MEAN", 1)
-    assert load_sized("auto", str(tmp_path / "data"))[0].model.encoder.kind == "hstu"
+    assert load_sized("auto", str(data))[0].model.encoder.kind == "hstu"
     assert kinds() == before == ["sasrec", "sasrec", "sasrec", "hstu"]
 
 
-def test_explicit_negatives_have_a_loss_that_takes_them(tmp_path: Path) -> None:
-    dataset = load_dataset(write_dataset(tmp_path / "data", features=True))
+def test_explicit_negatives_have_a_loss_that_takes_them(featured: Path) -> None:
+    dataset = load_dataset(featured)
     for name in comparison.LEARNED:
         config = comparison.config_of(name, dataset, 5, 1, {"data.negatives": ["action = type-1"]})
         for loss in [of.model.loss for of in (config, config.first) if of]:
             assert (loss.negatives, loss.share, loss.resample) == (128, "group", 0)
 
 
-def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(tmp_path: Path) -> None:
-    dataset = load_dataset(write_dataset(tmp_path / "data"))
+def test_mol_first_trains_what_dot_trains_for_half_of_the_minutes(data: Path) -> None:
+    dataset = load_dataset(data)
     dot, mol, hstu = (comparison.config_of(name, dataset, 5, 1) for name in ("dot", "mol", "hstu"))
     assert mol.first == replace(dot, train=replace(dot.train, minutes=2.5))
     for of in (dot, mol, hstu):
@@ -413,9 +417,9 @@ def both_ranks(data: Path, out: Path) -> tuple[dict[str, Any], list[bool]]:
     return compare(str(data), out, 5, ["dot", "hstu"], 1), aside
 
 
-def test_two_ranks_return_the_same(tmp_path: Path) -> None:
+def test_two_ranks_return_the_same(data: Path, tmp_path: Path) -> None:
     """Two runs, one after another, in one group."""
-    (first, aside), (second, _) = two_ranks.run(both_ranks, write_dataset(tmp_path / "data"), tmp_path / "out")
+    (first, aside), (second, _) = two_ranks.run(both_ranks, data, tmp_path / "out")
     assert first == second and aside == [True, True, True]
     assert [line.partition(": ")[0] for line in first["beside"]] == ["dot on the test part", "HSTU on the test part"]
     assert all(" at hr@" in line for line in first["beside"])
@@ -423,11 +427,10 @@ def test_two_ranks_return_the_same(tmp_path: Path) -> None:
 
 
 def test_ease_keeps_to_its_time_and_its_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its penalty is the best on validation of those that there is time for; nothing is trained here."""
-    data = write_dataset(tmp_path / "data")
-    dataset = load_dataset(str(data))
+    dataset = load_dataset(data)
     held_out, users = leave_one_out(dataset), ranking_users(dataset, "validation", 5)
     both_XX = users_of_both(dataset, held_out)
     tried, exclude = [0.1, 3.0, 1e4], not are_common(dataset.repeated_targets)
