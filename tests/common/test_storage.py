@@ -20,7 +20,7 @@ from stores import Memory
 from logitmix.common import messages, storage
 from logitmix.common.checked import fields_of
 from logitmix.common.messages import shown
-from logitmix.common.storage import fetch, fetch_names, fetch_run, path_of, place_of, push
+from logitmix.common.storage import COPY, FETCHED, LOCKED, fetch, fetch_names, fetch_run, path_of, place_of, push
 from logitmix.trainer import cli
 
 URL = "memory://bucket/a"
@@ -63,6 +63,7 @@ def test_ordinary_paths_are_left_alone(memory: Memory, tmp_path: Path) -> None:
 def test_only_what_differs_is_moved(memory: Memory) -> None:
     path = write(path_of(URL), x="1", y="1")
     push(path)
+    assert {file.name for file in path.parent.iterdir()} == {path.name, COPY, LOCKED}
     memory.host("elsewhere")
     other = fetch(f"{URL}/")
     assert content(other) == {"x": "1", "y": "1"}
@@ -473,10 +474,20 @@ def test_hidden_names_and_those_that_lead_elsewhere_are_not_copied(memory: Memor
 # Words
 
 
-@pytest.mark.parametrize("url", ["memory://", "memory:///", "memory://x/..", "s3://."])
-def test_a_url_must_name_a_directory(url: str) -> None:
-    with pytest.raises(ValueError, match="names no directory; give a URL such as s3://bucket/folder/name"):
-        path_of(url)
+NO_DIRECTORY = "names no directory; give a URL such as s3://bucket/folder/name"
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        *[(url, NO_DIRECTORY) for url in ("memory://", "memory:///", "memory://x/..", "s3://.")],
+        *[(f"s3://b/{name}/", "the cache has files of that name; give a URL that") for name in (COPY, FETCHED, LOCKED)],
+        (Path("s3://b/x"), "s3:/b/x was a URL, but a Path drops one of its slashes; give it as a text"),
+    ],
+)
+def test_places_that_cannot_have_a_copy_are_refused(place: str | Path, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        path_of(place)
 
 
 def test_a_copy_goes_by_its_url(memory: Memory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -490,19 +501,6 @@ def test_a_copy_goes_by_its_url(memory: Memory, tmp_path: Path, capsys: pytest.C
     messages.tell(console, f"waits for {path}")
     said = capsys.readouterr()
     assert (said.err, said.out) == (f"reads {URL}/b\n{path} is full\n", f"writes {URL}\nwaits for {URL}\n")
-
-
-@pytest.mark.parametrize("name", ["copy.json", "fetched", "lock"])
-def test_a_url_must_not_end_as_a_file_of_the_cache(memory: Memory, name: str) -> None:
-    push(write(path_of(URL), x="1"))
-    assert (path_of(URL).parent / name).exists() or name == "fetched"
-    with pytest.raises(ValueError, match=f"^s3://b/{name}/: the cache has files of that name; give a URL that ends"):
-        path_of(f"s3://b/{name}/")
-
-
-def test_a_url_that_a_path_has_cut_is_noticed() -> None:
-    with pytest.raises(ValueError, match="s3:/b/x was a URL, but a Path drops one of its slashes; give it as a text"):
-        path_of(Path("s3://b/x"))
 
 
 def test_texts_and_mistakes_name_the_url(memory: Memory) -> None:
