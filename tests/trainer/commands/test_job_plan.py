@@ -50,7 +50,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["plan", recipe, "--world-size", "4", "--gpu-gib", "16", "--tables.optimizer", "rowwise_adagrad"])
+    cli.main(["plan", recipe, *"--world-size 4 --gpu-gib 16 --tables.optimizer rowwise_adagrad".split()])
     said = capsys.readouterr().out
     assert "4 on cuda, 4 on each host" in said and "on each rank of 16 GiB: tables with their optimizers" in said
     assert "table item" in said and "rowwise_adagrad" in said
@@ -93,8 +93,8 @@ def test_it_needs_a_recipe(capsys: pytest.CaptureFixture[str], refusal: Callable
 
 
 def test_a_dataset_need_not_be_there(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--items", "1e9", "--users", "1e6", "--rows", "city=5e4", "--model.features", "user", "--history", "50"]
-    cli.main(["plan", recipe, *words, "--world-size", "64", "--data.path", "nothing"])
+    words = "--items 1e9 --users 1e6 --rows city=5e4 --model.features user --history 50 --world-size 64"
+    cli.main(["plan", recipe, *words.split(), "--data.path", "nothing"])
     said = capsys.readouterr().out
     assert "imagined: 1,000,000 users, 1,000,000,000 items" in said
     assert "table item  1,000,000,001 x 64" in said and "table city  50,000 x 64" in said
@@ -118,8 +118,8 @@ def test_ids_that_are_expected_are_those_of_random_draws() -> None:
 
 @pytest.fixture(scope="module")
 def imagined() -> Callable[..., JobPlan]:
-    def plan(*words: str) -> JobPlan:
-        arguments, config, _ = of_recipe(Arguments, "plan", ["ml-1m-mol", "--items", "5000", *words], USAGE)
+    def plan(words: str) -> JobPlan:
+        arguments, config, _ = of_recipe(Arguments, "plan", ["ml-1m-mol", "--items", "5000", *words.split()], USAGE)
         return plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu, arguments.kernels)
 
     return plan
@@ -168,7 +168,7 @@ def test_kernels_are_those_that_the_projects_code_launches_on_a_gpu(
 
 @pytest.mark.long
 def test_kernels_do_not_grow_with_sequences(imagined: Callable[..., JobPlan]) -> None:
-    few, many = (imagined("--world-size", "8", "--train.batch-size", size).step_time for size in ("8", "1024"))
+    few, many = (imagined(f"--world-size 8 --train.batch-size {size}").step_time for size in (8, 1024))
     assert few and many and few.kernels == many.kernels
 
 
@@ -182,11 +182,11 @@ def test_what_is_estimated_for_gpus_does_not_depend_on_this_cpu(
     plugins, which may call compiled parts, and for which nothing stands in."""
     if not known:
         monkeypatch.setattr(miniature, "as_on_cuda", lambda *_: None)
-    words = ["--world-size", "2", "--train.batch-size", "8", "--history", "30", "--model.encoder.kind", encoder]
-    with_parts = imagined(*words)
+    words = f"--world-size 2 --train.batch-size 8 --history 30 --model.encoder.kind {encoder}"
+    with_parts = imagined(words)
     torch.set_num_threads(2)
     with plain_torch():
-        assert imagined(*words) == with_parts
+        assert imagined(words) == with_parts
 
 
 def test_an_estimate_for_cpus_says_which_compiled_parts_it_lacks(
@@ -207,11 +207,11 @@ def test_an_estimate_for_cpus_says_which_compiled_parts_it_lacks(
 def test_what_a_part_of_a_batch_says_of_the_whole(
     imagined: Callable[..., JobPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--model.features", "city", "--rows", "city=3000", "--train.batch-size", "24", "--history", "60"]
-    words += ["--world-size", "1", "--model.loss.negatives", "16", "--train.precision", "fp32"]
-    whole = imagined(*words)
+    words = "--model.features city --rows city=3000 --train.batch-size 24 --history 60 --world-size 1"
+    words += " --model.loss.negatives 16 --train.precision fp32"
+    whole = imagined(words)
     monkeypatch.setattr(miniature, "POSITIONS", 300)
-    part = imagined(*words)
+    part = imagined(words)
     assert abs(part.step_bytes.activations / whole.step_bytes.activations - 1) < 0.02
     assert part.step_time and whole.step_time
     for name in ("arithmetic", "memory traffic"):
@@ -221,18 +221,8 @@ def test_what_a_part_of_a_batch_says_of_the_whole(
 @pytest.mark.long
 def test_arithmetic_is_that_of_the_layers_and_pairs(imagined: Callable[..., JobPlan]) -> None:
     """More negatives take more products of pairs, each four times: MoL's backward repeats them."""
-    words = [
-        "--train.batch-size",
-        "4",
-        "--history",
-        "50",
-        "--world-size",
-        "1",
-        "--device",
-        "cuda",
-        "--model.loss.share",
-    ]
-    few, many = (imagined(*words, "batch", "--model.loss.negatives", str(N)).step_time for N in (1000, 3000))
+    words = "--train.batch-size 4 --history 50 --world-size 1 --device cuda --model.loss.share batch"
+    few, many = (imagined(f"{words} --model.loss.negatives {N}").step_time for N in (1000, 3000))
     assert few and many
     macs = 64 * 32 + 2 * 64 * 128
     seconds = 4 * 2 * macs * 200 * 2000 / (GPUS["h100"].bf16 * REACHED["MoL's pairs"])
@@ -243,12 +233,12 @@ def test_arithmetic_is_that_of_the_layers_and_pairs(imagined: Callable[..., JobP
 
 @pytest.mark.long
 def test_a_step_that_does_not_fit_names_the_batch_that_does(imagined: Callable[..., JobPlan]) -> None:
-    words = ["--world-size", "2", "--gpu-gib", "4", "--history", "200", "--train.batch-size"]
-    found = imagined(*words, "4096").too_much()
+    words = "--world-size 2 --gpu-gib 4 --history 200 --train.batch-size"
+    found = imagined(f"{words} 4096").too_much()
     assert found and "left: set --train.batch-size " in found
     fits = int(found.split()[-1])
-    assert 64 < fits < 4096 and not imagined(*words, str(fits)).too_much()
-    assert imagined(*words, str(round(1.15 * fits))).too_much()
+    assert 64 < fits < 4096 and not imagined(f"{words} {fits}").too_much()
+    assert imagined(f"{words} {round(1.15 * fits)}").too_much()
 
 
 def test_the_time_of_a_step() -> None:
@@ -287,10 +277,7 @@ def test_collectives_take_longer_among_more_ranks() -> None:
 
 @pytest.mark.long
 def test_more_ranks_wait_longer_for_each_other(imagined: Callable[..., JobPlan]) -> None:
-    few, many = (
-        imagined("--world-size", str(W), "--train.batch-size", str(4 * W), "--history", "20").step_time
-        for W in (16, 128)
-    )
+    few, many = (imagined(f"--world-size {W} --train.batch-size {4 * W} --history 20").step_time for W in (16, 128))
     assert few and many and many.total > few.total
     # An all-to-all each of ids, rows and gradients.
     more = many.parts["latency of all-to-alls"] - few.parts["latency of all-to-alls"]
@@ -300,8 +287,8 @@ def test_more_ranks_wait_longer_for_each_other(imagined: Callable[..., JobPlan])
 @pytest.mark.long
 def test_the_slowest_rank_is_what_a_step_waits_for(imagined: Callable[..., JobPlan]) -> None:
     """A table on one rank, which sends its rows to the other 15."""
-    words = ["--world-size", "16", "--train.batch-size", "64", "--history", "20", "--tables.sharding"]
-    even, one = (imagined(*words, sharding) for sharding in ("row_wise", "table_wise"))
+    words = "--world-size 16 --train.batch-size 64 --history 20 --tables.sharding"
+    even, one = (imagined(f"{words} {sharding}") for sharding in ("row_wise", "table_wise"))
     assert even.slowest.rows == pytest.approx(1, abs=0.1) and even.slowest.positions == 1
     assert one.slowest.rows == pytest.approx(16, abs=0.1)
     assert even.step_time and one.step_time
