@@ -50,7 +50,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["plan", recipe, *"--world-size 4 --gpu-gib 16 --tables.optimizer rowwise_adagrad".split()])
+    cli.main(["plan", recipe, "--world-size", "4", "--gpu-gib", "16", "--tables.optimizer", "rowwise_adagrad"])
     said = capsys.readouterr().out
     assert "4 on cuda, 4 on each host" in said and "on each rank of 16 GiB: tables with their optimizers" in said
     assert "table item" in said and "rowwise_adagrad" in said
