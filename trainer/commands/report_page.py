@@ -226,7 +226,7 @@ def _by_group(groups: Sequence[Group], metric: str) -> Section | None:
     return Section("Groups of users", [note], [Table(heads, rows)])
 
 
-def _baselines(groups: Sequence[Group]) -> list[tuple[Cell, Mapping[str, float]]]:
+def _baselines(groups: Sequence[Group]) -> list[tuple[Cell, dict[str, float]]]:
     """Returns the heading and the metrics of each baseline. Runs of other datasets or users have figures of their own,
     in a column whose heading names the runs and has the colors of their groups."""
     columns = []
@@ -240,7 +240,7 @@ def _baselines(groups: Sequence[Group]) -> list[tuple[Cell, Mapping[str, float]]
             for number, group in enumerate(groups)
             for run in group.runs
         ]
-        distinct = list[Mapping[str, float]]()
+        distinct = list[dict[str, float]]()
         for *_, metrics in metrics_of_runs:
             distinct += [metrics] if metrics and metrics not in distinct else []
         for metrics in distinct:
