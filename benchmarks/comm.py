@@ -37,14 +37,13 @@ from benchmarks.measure import machine, print_table
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.launch.processes import held_port
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.telemetry import Telemetry
-from logitmix.trainer.loop import training_batches
+from logitmix.trainer.loop import parallel_model, training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.run.metrics import RunProgress, read_rows
 from logitmix.trainer.step.memory import set_up_memory
 from logitmix.trainer.step.pipeline import PHASES, Pipeline
@@ -302,12 +301,12 @@ def _train(config: Config, run: Path, steps: int) -> None:
     run.mkdir(exist_ok=True)
     counts, dataset = run / f"counts-{os.environ['RANK']}.jsonl", load_dataset(config.data.path)
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
-        model = parallelize(dataset.schema, config, ranks)
+        model = parallel_model(config, dataset.schema, ranks)
         optimizer, batches = dense_optimizer(model.tower, config.dense), training_batches(config, dataset, ranks)
         with (
-            Loggers(run, config, dataset, RunProgress(), ranks) as loggers,
+            Loggers(run, flatten(config), dataset, RunProgress(), ranks) as loggers,
             Telemetry(run, model, loggers, RunProgress(), steps) as telemetry,
-            Pipeline(model, optimizer, batches.at, steps) as pipeline,
+            Pipeline(model, optimizer, batches, steps) as pipeline,
         ):
             _note(counts, pipeline)
             for step in range(1, steps + 1):

@@ -30,9 +30,8 @@ from logitmix.trainer.commands.step_time import StepTime
 from logitmix.trainer.config import Config, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
-from logitmix.trainer.loop import training_batches
+from logitmix.trainer.loop import parallel_model, training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.parallel.plan import Devices
 from logitmix.trainer.step.memory import set_up_memory
 from logitmix.trainer.step.pipeline import Pipeline
@@ -173,9 +172,9 @@ def a_pipeline(config: Config, steps: int) -> Iterator[Pipeline]:
     """That trains so many steps in this process."""
     with process_group(config.train.device, 120) as ranks:
         dataset = load_dataset(config.data.path)
-        model = parallelize(dataset.schema, config, ranks)
+        model = parallel_model(config, dataset.schema, ranks)
         batches = training_batches(config, dataset, ranks)
-        with Pipeline(model, dense_optimizer(model.tower, config.dense), batches.at, steps) as pipeline:
+        with Pipeline(model, dense_optimizer(model.tower, config.dense), batches, steps) as pipeline:
             yield pipeline
 
 

@@ -51,7 +51,7 @@ from logitmix.modules.losses import mol_triton
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, load_recipe, recipe_names, with_settings
 from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.loop import training_batches
+from logitmix.trainer.loop import parallel_model, training_batches
 from logitmix.trainer.parallel import clipping, optimizer, parallelize
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.plan import Devices
@@ -431,8 +431,8 @@ def as_if_on_a_gpu(
 
     shard = parallelize._shard
 
-    def sharded(collections: Any, plans: Any, config: Any, ranks: Ranks, replicas: Any) -> Any:
-        return shard(collections, plans, config, replace(ranks, device=torch.device("cpu")), replicas)
+    def sharded(collections: Any, plans: Any, settings: Any, seconds: int, ranks: Ranks, replicas: Any) -> Any:
+        return shard(collections, plans, settings, seconds, replace(ranks, device=torch.device("cpu")), replicas)
 
     properties = SimpleNamespace(multi_processor_count=multiprocessors, total_memory=80 * 2**30, major=major, minor=0)
     cuda = {
@@ -521,11 +521,11 @@ def counted(config: Config, world_size: int) -> Counts:
         dataset = made_up(config.model.encoder.max_length)
         batches = training_batches(config, dataset, ranks)
         with as_if_on_a_gpu():
-            model = parallelize.parallelize(dataset.schema, config, ranks, restored=True)
+            model = parallel_model(config, dataset.schema, ranks, restored=True)
             optimizer = dense_optimizer(model.tower, config.dense)
             tables, _ADAM.iter_cpu = model.table_optimizers, 0
             tables.first_rows = [torch.empty(table.dim, device=GPU) for table in model.plan.values() for _ in range(3)]
-            with Pipeline(model, optimizer, batches.at, STEPS) as pipeline:
+            with Pipeline(model, optimizer, batches, STEPS) as pipeline:
                 pipeline.clock = cast(Any, _Phases())
                 for _ in range(STEP - 1):
                     pipeline.train_step()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,9 +27,8 @@ from logitmix.modules.towers import Tower
 from logitmix.trainer.commands.sizing import load_sized
 from logitmix.trainer.config import Config, with_settings
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.loop import training_batches
+from logitmix.trainer.loop import parallel_model, training_batches
 from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import parallelize
 from logitmix.trainer.step.pipeline import Pipeline
 
 WARM_UP = 2
@@ -54,14 +54,14 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     dataset = load_dataset(config.data.path)
     parts, counts = Parts(), Counter[str]()
     with process_group("cpu", config.comm.timeout_seconds) as ranks:
-        model = parallelize(dataset.schema, config, ranks)
+        model = parallel_model(config, dataset.schema, ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         batches = training_batches(config, dataset, ranks)
         made = [batches.at(step) for step in range(WARM_UP + steps)]
         with (
             parts.cutting(model.tower),
             patch.object(optimizer, "step", parts.timed("dense optimizer", "backward", optimizer.step)),
-            Pipeline(model, optimizer, made.__getitem__, len(made)) as pipeline,
+            Pipeline(model, optimizer, SimpleNamespace(at=made.__getitem__), len(made)) as pipeline,
         ):
             for _ in range(WARM_UP):
                 _step(pipeline, parts)

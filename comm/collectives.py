@@ -107,6 +107,14 @@ def on_all_ranks(action: Callable[[], T], ranks: Ranks) -> list[T]:
     return _results(outcomes)
 
 
+def own_result(action: Callable[[], T], ranks: Ranks) -> T:
+    """Every rank acts, and returns its own result, which is sent nowhere. If some raise ValueError or OSError, all
+    raise the first."""
+    found: list[T] = []
+    on_all_ranks(lambda: found.append(action()), ranks)
+    return found[0]
+
+
 def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None

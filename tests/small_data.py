@@ -17,13 +17,13 @@ from torch import Tensor
 from logitmix.comm.process_group import process_group
 from logitmix.common.mappings import from_mapping
 from logitmix.modules.batch import Bags
-from logitmix.modules.config import ModelConfig
+from logitmix.modules.config import HSTUConfig, LossConfig, ModelConfig
 from logitmix.modules.kinds.date import NO_DATE
 from logitmix.modules.schema import ITEM, Feature, Owner, Schema, Table
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, dump_toml
+from logitmix.trainer.config import Config, TrainConfig, dump_toml
 from logitmix.trainer.data import writer
-from logitmix.trainer.data.batches import RankingUsers
+from logitmix.trainer.data.batches import HeldOut, RankingUsers, TrainingBatches, leave_one_out
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.description import DIGESTS
@@ -38,6 +38,7 @@ from logitmix.trainer.run.metrics import read_rows
 
 if TYPE_CHECKING:
     from logitmix.trainer.parallel.parallelize import ParallelModel
+    from logitmix.trainer.parallel.plan import TableRules
     from logitmix.trainer.run.metrics import RunProgress
     from logitmix.trainer.step.pipeline import Pipeline
 
@@ -249,16 +250,37 @@ def require_limits(section: type, prefix: str, field: str, wrong: list[float], r
         assert getattr(section(**{field: value}), field) == value
 
 
+def batches_of(dataset: Dataset, schema: Schema, held_out: HeldOut | None = None, **options: Any) -> TrainingBatches:
+    """Batches of a dataset, leave-one-out if nothing else is given; `options` are settings of the model, its loss, its
+    encoder and the training by their last names, and arguments of TrainingBatches."""
+
+    def of(*names: str) -> dict[str, Any]:
+        return {name: options.pop(name) for name in names if name in options}
+
+    arguments = of("explicit", "weights", "first_U", "pooled", "rank", "world_size")
+    train, loss = TrainConfig(**of("batch_size", "seed", "stride")), LossConfig(**of(*LossConfig.__annotations__))
+    encoder = HSTUConfig(**of("max_length", "times"))
+    model = ModelConfig(**{"user_id_dropout": 0.0, "wanted_dropout": 0.0} | options, encoder=encoder, loss=loss)
+    return TrainingBatches(dataset, schema, model, train, held_out or leave_one_out(dataset), **arguments)
+
+
+def table_rules(config: Config) -> "TableRules":
+    """What the plan of the tables takes of a configuration."""
+    from logitmix.trainer.parallel.plan import TableRules
+
+    return TableRules(config.tables, config.train.ema > 0, config.comm.parts)
+
+
 @contextmanager
 def a_model(
     config: Config, schema: Schema | None = None, device: Any = "cpu"
 ) -> Iterator[tuple["ParallelModel", torch.optim.Optimizer]]:
     """On all ranks: a model with its dense optimizer, of this schema, or of that of the configured dataset."""
+    from logitmix.trainer.loop import parallel_model
     from logitmix.trainer.parallel.optimizer import dense_optimizer
-    from logitmix.trainer.parallel.parallelize import parallelize
 
     with process_group(device, 60) as ranks:
-        model = parallelize(schema or load_dataset(config.data.path).schema, config, ranks)
+        model = parallel_model(config, schema or load_dataset(config.data.path).schema, ranks)
         yield model, dense_optimizer(model.tower, config.dense)
 
 
@@ -270,7 +292,7 @@ def a_pipeline(config: Config, total: int, done: "RunProgress | None" = None) ->
 
     with a_model(config, device=config.train.device) as (model, optimizer):
         batches = training_batches(config, load_dataset(config.data.path), model.ranks)
-        with Pipeline(model, optimizer, batches.at, total, done) as pipeline:
+        with Pipeline(model, optimizer, batches, total, done) as pipeline:
             yield pipeline
 
 

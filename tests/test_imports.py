@@ -1,5 +1,6 @@
 """The architecture's rules on imports, and that the linter which holds them sees a breach of each."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -100,6 +101,23 @@ def test_a_breach_is_seen(seen: str, file: str, line: str, imported: str) -> Non
 )
 def test_a_breach_by_a_detour_a_circle_and_a_module_without_a_floor_are_seen(seen: str, said: str) -> None:
     assert said in seen
+
+
+TAKE_THE_WHOLE = ("api.py", "cli.py", "commands", "config.py", "loop.py", "run")
+"""What of trainer may take a run's whole configuration: the others take their own sections, or values."""
+
+
+def test_a_room_takes_its_sections_and_not_the_whole_configuration() -> None:
+    found = []
+    for path in (ROOT / "trainer").rglob("*.py"):
+        if path.relative_to(ROOT / "trainer").parts[0] not in TAKE_THE_WHOLE:
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            names = [
+                alias.name for node in nodes if isinstance(node, ast.ImportFrom | ast.Import) for alias in node.names
+            ]
+            if {"Config", "config", "logitmix.trainer.config"} & {*names}:
+                found.append(path)
+    assert found == []
 
 
 def test_inits_are_empty() -> None:

@@ -33,24 +33,6 @@ from logitmix.trainer.config import recipe_names
 from logitmix.trainer.prepare.registry import SOURCES
 from logitmix.trainer.quiet import quietly
 
-COMMANDS = (
-    "prepare",
-    "check",
-    "train",
-    "plan",
-    "evaluate",
-    "compare",
-    "report",
-    "export",
-    "fold",
-    "retrieve",
-    "recommend",
-    "serve",
-    "update-items",
-    "rollback",
-    "doctor",
-)
-"""Each is a module of `commands` with its `Arguments` and `run(words)`, loaded when it is called."""
 OPTIONS = ("-h", "--help", "--version", "--completion")
 """Instead of a command."""
 WITHOUT_PLUGINS = (*OPTIONS, "doctor")
@@ -84,6 +66,8 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
 
 datasets: {names}
 recipes:  {recipes}"""
+COMMANDS = tuple(re.findall(r"^  ([a-z]\S*) ", USAGE, re.MULTILINE))
+"""Each is a module of `commands` with its `Arguments` and `run(words)`, loaded when it is called."""
 
 BASE_MODULES = ("docstring_parser", "fsspec", "numpy", "pyarrow", "rich", "safetensors", "tomli_w", "torch", "tyro")
 EXTRA_MODULES = {

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from logitmix.trainer.config import Config
 from logitmix.trainer.logs.logger import LOGGERS, Logger
 from logitmix.trainer.run.metrics import RunProgress
 
 
 class Csv(Logger):
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         self.file = run / "train.csv"
         lines = self.file.read_text().splitlines()[1:] if done.step else []
         # Later steps are trained again.

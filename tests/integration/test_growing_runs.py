@@ -60,7 +60,7 @@ Map = dict[str, list[int]]
 def maps_of(run: Path, config: Config) -> list[Map]:
     """As this rank restores them: by table, what its buckets have, and how far they are."""
     with a_model(config) as (model, optimizer):
-        checkpoint.restore(run, model, optimizer)
+        checkpoint.restore(run, config, model, optimizer)
         found = []
         for table in model.growing.values():
             of = {"id": table.map.rows.id} | table.state()
@@ -135,7 +135,7 @@ def test_a_warm_start_with_a_capacity_in_one_of_the_runs(folder: Path, tmp_path:
         loop.train(with_epochs(static, 1), first)
     dataset, saved = load_dataset(folder / "data"), load_saved(first)
     with a_model(second) as (model, _):
-        said = warm_start(first, dataset, model)
+        said = warm_start(first, second, dataset, model)
         assert "51 of 51 rows of table item" in said and "warm start: table" not in said
         for name, capacity in zip(GROWING, (3, 5, 9), strict=True):
             id_N = np.arange(1, dataset.schema.only(second.model.features).table(name).rows)

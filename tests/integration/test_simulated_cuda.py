@@ -125,7 +125,9 @@ def trained(
             numbers += [{of: number.item() for of, number in of_step.items()} for of_step in seen]
             assert not pipeline.skipped
             if name in evaluated:
-                evaluation = Evaluation(config, load_dataset(config.data.path), pipeline.model.ranks)
+                evaluation = Evaluation(
+                    config.evaluate, config.data, config.model, load_dataset(config.data.path), pipeline.model.ranks
+                )
                 numbers.append(evaluation("test", *pipeline.model.evaluated()))
         del pipeline
         gc.collect()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sampling import one_of_each
-from small_data import in_memory, random_tower
+from small_data import batches_of, in_memory, random_tower
 from torch import Tensor, nn
 
 from logitmix.modules.batch import Batch, Packing
@@ -111,7 +111,7 @@ def batches(
         data, schema=replace(data.schema, features=(*data.schema.features, explicit)), event_features={"shown": shown}
     )
     places = np.flatnonzero(np.random.default_rng(1).random(len(data.items_flat)) < 0.35) if some else None
-    return TrainingBatches(
+    return batches_of(
         data,
         IDS,
         held_out=leave_one_out(data, places=places),

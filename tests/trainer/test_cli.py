@@ -120,23 +120,6 @@ def test_a_table_is_set_by_its_name(to_train: list[Config], tmp_path: Path) -> N
     assert to_train[1].tables.by_name == {"item": {"lr": 4.0, "eps": 0.5}}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--tables.item.lr x", "--tables.item.lr is 'x'; it must be of type float"),
-        ("--tables.item.pooled yes", "--tables.item.pooled is 'yes'; it must be of type bool"),
-        ("--tables.item.lr --train.epochs 3", "--tables.item.lr needs a value"),
-        ("--tables.item.lrr 1", "unknown option --tables.item.lrr (did you mean lr?)"),
-        ("--tables.by-name.item.lr 1", "unknown option --tables.by-name.item.lr"),
-    ],
-)
-def test_wrong_settings_of_a_table_are_refused(
-    words: str, message: str, to_train: list[Config], tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    (tmp_path / "recipe.toml").write_text("[tables.item]\nlr = 3.0\n")
-    assert message in refusal("train", str(tmp_path / "recipe.toml"), *words.split()) and not to_train
-
-
 @pytest.fixture
 def helped(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The page that `logitmix WORDS` prints on standard output."""
@@ -299,6 +282,11 @@ def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest
         ("train demo-mol --data.split times", "--data.split is 'times'; it must be one of leave-one-out, time\n"),
         ("evaluate", "evaluate needs RUN; see logitmix evaluate --help"),
         ("prepare", "prepare needs NAME; see logitmix prepare --help"),
+        ("train demo-mol --tables.item.lr x", "--tables.item.lr is 'x'; it must be of type float"),
+        ("train demo-mol --tables.item.pooled yes", "--tables.item.pooled is 'yes'; it must be of type bool"),
+        ("train demo-mol --tables.item.lr --train.epochs 3", "--tables.item.lr needs a value"),
+        ("train demo-mol --tables.item.lrr 1", "unknown option --tables.item.lrr (did you mean lr?)"),
+        ("train demo-mol --tables.by-name.item.lr 1", "unknown option --tables.by-name.item.lr"),
     ],
 )
 def test_what_is_wrong_with_the_words_is_said_plainly(words: str, said: str, refusal: Callable[..., str]) -> None:

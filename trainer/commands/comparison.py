@@ -166,7 +166,7 @@ def compare(
     dataset.schema.only(config.model.features)
     facts = facts_of("compare", config, dataset, methods=methods, seeds=seeds)
     with process_group("auto", config.comm.timeout_seconds, facts, end_lost) as ranks:
-        evaluation = Evaluation(config, limited(config, dataset), ranks)
+        evaluation = Evaluation(config.evaluate, config.data, config.model, limited(config.data, dataset), ranks)
         # Before anything is fitted.
         require_trained(evaluation.dataset, evaluation.held_out)
         to_train = on_first_rank(lambda: [run for run in runs if not _is_done(run, configured, dataset)], ranks)
@@ -176,7 +176,7 @@ def compare(
                 f"{left} of {len(runs)} runs are to be trained: {counted(left * minutes, 'minute')}, "
                 "evaluations on validation included"
             )
-        simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, evaluation, minutes), ranks)
+        simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, config, evaluation, minutes), ranks)
         with Stopping(ranks, config.train.stop_seconds) as stopping:
             job = Job(dataset, ranks, stopping)
             for number, run in enumerate(runs, start=1):
@@ -186,7 +186,9 @@ def compare(
                     on_first_rank_at_length(partial(_remove_shorter, run, minutes), ranks)
                     train_run(configs[run], run, job)
                     stopping.check()
-        found = on_first_rank_at_length(lambda: _finish(out, evaluation, minutes, simple, learned, left_out), ranks)
+        found = on_first_rank_at_length(
+            lambda: _finish(out, config, evaluation, minutes, simple, learned, left_out), ranks
+        )
         upload_run(out, ranks)
     return found
 
@@ -291,7 +293,7 @@ def _remove_shorter(run: Path, minutes: float) -> None:
     remove_run(run)
 
 
-def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[list[str], list[str]]:
+def _simple_methods(out: Path, config: Config, evaluation: Evaluation, minutes: float) -> tuple[list[str], list[str]]:
     """Fits and ranks the simple methods that are not there yet; returns the names of all that there are, and what is to
     be said of those that the corpus is too large for."""
     items = evaluation.dataset.num_items
@@ -306,7 +308,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
         folder = out / name
         if (folder / "results.json").is_file():
             require_same_dataset(folder, evaluation.dataset)
-            differ = changed(flatten(read_config(folder)), flatten(evaluation.config))
+            differ = changed(flatten(read_config(folder)), flatten(config))
             said = [of for name, of in differ.items() if name.startswith(SECTIONS) and name not in OTHERS]
             if said:
                 raise ValueError(
@@ -317,7 +319,7 @@ def _simple_methods(out: Path, evaluation: Evaluation, minutes: float) -> tuple[
         folder.mkdir(parents=True, exist_ok=True)
         results, rank_U = _fit_and_rank(name, evaluation, minutes)
         write_checksummed(folder / "dataset.json", evaluation.dataset.description())
-        write_checksummed(folder / "config.toml", dump_toml(evaluation.config))
+        write_checksummed(folder / "config.toml", dump_toml(config))
         write_ranks(folder, rank_U, evaluation.raw_users("test"))
         write_results(folder, results | {"budget": minutes})
         say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
@@ -353,7 +355,7 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
         began = time.monotonic()
         ease = EASE.fit(both_XX, penalty)
         rank_U = evaluation.ranks_by(ease, evaluation.users("validation"), "validation")
-        value = means(rank_U)[evaluation.config.evaluate.metric]
+        value = means(rank_U)[evaluation.options.metric]
         tried.append(penalty)
         if best is None or value > best[0]:
             best = value, ease, penalty
@@ -366,6 +368,7 @@ def _chosen_ease(evaluation: Evaluation, until: float) -> tuple[EASE, dict[str, 
 
 def _finish(
     out: Path,
+    config: Config,
     evaluation: Evaluation,
     minutes: float,
     simple: Sequence[str],
@@ -373,7 +376,7 @@ def _finish(
     left_out: Sequence[str],
 ) -> dict[str, Any]:
     """`learned`: the runs of each method."""
-    dataset, rules = evaluation.dataset, flatten(evaluation.config)
+    dataset, rules = evaluation.dataset, flatten(config)
     rows = []
     for name in simple:
         of = read_results(out / name)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from logitmix.modules.batch import Bags, Batch
     from logitmix.trainer.commands.step_time import StepTime
     from logitmix.trainer.data.dataset import Dataset
-    from logitmix.trainer.data.lookups import Ints
     from logitmix.trainer.parallel.plan import Devices, TablePlan
     from logitmix.trainer.parallel.traffic import Counts, Crossing, Traffic
 
@@ -276,7 +275,7 @@ def plan_job(
     from logitmix.trainer.logs.telemetry import idle_ranks
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
     from logitmix.trainer.parallel.parallelize import unsharded
-    from logitmix.trainer.parallel.plan import bytes_by_rank, describe, plan_tables
+    from logitmix.trainer.parallel.plan import TableRules, bytes_by_rank, describe, plan_tables
     from logitmix.trainer.parallel.traffic import expected_ids, rows_sent, traffic
     from logitmix.trainer.run.warm_start import require_fit
 
@@ -298,7 +297,7 @@ def plan_job(
         batch = imagined_batch(used, config, max(sequences), length, _lookups(expected[max(sequences)]))
         positions = [count * length for count in sequences]
     else:
-        dataset = limited(config, load_dataset(config.data.path))
+        dataset = limited(config.data, load_dataset(config.data.path))
         schema, name, users = dataset.schema, dataset.name, dataset.num_users
         used = model_schema(schema, config)
         parts = first_batches(config, dataset, devices.world_size)
@@ -307,8 +306,9 @@ def plan_job(
         positions = [len(of.input_T) for of in parts]
     if config.first:
         require_fit(config.first, config, schema)
-    model, tables = unsharded(schema, config, torch.device(devices.kind))
-    plan = describe(plan_tables(tables, config, devices), tables, config)
+    rules = TableRules(config.tables, config.train.ema > 0, config.comm.parts)
+    model, tables = unsharded(used, config.model, rules, torch.device(devices.kind))
+    plan = describe(plan_tables(tables, rules, devices), tables, rules)
     weights = sum(weight.numel() for weight in model.tower.parameters())
     size = config.tables.ranks_of_group(devices.world_size)
     rows = rows_sent(ids, plan, devices.per_host, size)
@@ -333,7 +333,7 @@ def plan_job(
         between=sent.most_between,
         dense=weights * (2 if config.comm.dense == "bf16" else 4),
         tables=max(sum(_moved(plan[name]) * count for name, count in lookups.items()), _most_served(rows, plan)),
-        optimizer=2 * weights * bytes_per_weight(config),
+        optimizer=2 * weights * bytes_per_weight(config.dense, config.train.ema > 0),
         exchanges=exchanges,
         # Of ids, rows and gradients; among peers, of ids and gradients.
         all_to_alls=[in_group] * (1 + 2 * exchanges * parts_of) + [of_peers] * (2 * exchanges),
@@ -349,7 +349,7 @@ def plan_job(
         table_bytes=device * (devices.world_size // size),
         host_bytes=host * (devices.world_size // size),
         tower_parameters=weights,
-        tower_bytes=weights * bytes_per_weight(config),
+        tower_bytes=weights * bytes_per_weight(config.dense, config.train.ema > 0),
         averaged=config.train.ema > 0,
         step_bytes=StepBytes(
             len(batch.packing.lengths_B), activations, leaves, batches, activations + leaves + batches
@@ -376,8 +376,7 @@ def first_batches(config: Config, dataset: "Dataset", world_size: int) -> "list[
 
     device = torch.device("cpu")
     batches = training_batches(config, dataset, Ranks(0, world_size, 0, device, None))  # type: ignore[arg-type]
-    drawn: dict[tuple[int, ...], Ints] = {}
-    return [batches.part(0, rank, drawn) for rank in range(world_size)]
+    return [batches.at(0, rank) for rank in range(world_size)]
 
 
 def _with_rows(parts: "list[Batch]", schema: Schema) -> "list[Batch]":

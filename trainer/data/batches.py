@@ -9,6 +9,7 @@ drawn from the batch's targets, L history positions, V unique items, X items in 
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -16,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
-from logitmix.modules.config import MOST_NEGATIVES
+from logitmix.modules.config import MOST_NEGATIVES, ModelConfig, sees_times
 from logitmix.modules.features import Features
 from logitmix.modules.kinds.date import NO_DATE, TICKS
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, WANTED, Schema
 from logitmix.modules.values import Values
+from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.columns import index_type, ranges, user_blocks
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints, columns_of, look_up, unique_inverse
@@ -158,67 +160,67 @@ class TrainingBatches:
         self,
         dataset: Dataset,
         schema: Schema,
+        model: ModelConfig,
+        train: TrainConfig,
+        held_out: HeldOut,
         *,
-        batch_size: int,
-        max_length: int,
-        negatives: int,
-        share: Literal["position", "sequence", "group", "batch"],
-        seed: int,
-        stride: int = 0,
-        first_U: NDArray[np.bool_] | None = None,
-        in_batch: int = 0,
-        group_positions: int = 1,
-        held_out: HeldOut | None = None,
         explicit: ExplicitNegatives | None = None,
         weights: NDArray[np.float32] | None = None,
-        item_id_dropout: float = 0.0,
-        user_id_dropout: float = 0.0,
-        wanted: str = "",
-        wanted_dropout: float = 0.0,
+        first_U: NDArray[np.bool_] | None = None,
         pooled: Collection[str] = (),
-        times: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """`schema` names the dataset's features that the batches should have, `pooled` the tables whose bags the owner
-        ranks pool; `times` adds the positions' times. Without `held_out` it is leave-one-out. A `stride` divides longer
-        histories into windows (`_windows`). `explicit` negatives take the place of up to half of the sampled ones.
-        `weights` are those of the actions as targets [actions]. The last sequences of users in `first_U` [U] begin each
-        epoch. 0 `negatives` are all items, shared by the batch. With `item_id_dropout` and features of items, no item
-        whose actions are all held out is a sampled negative: features, which are to rank it, would learn that it is
-        never taken. Without, such items are negatives, and ids rank them behind others.
+        """Finds the sequences that are trained on.
 
-        Raises ValueError if no user has two actions, which a training position needs, besides those held out; if the
-        negatives are all items, and these are too many; and for `explicit` negatives with `in_batch` or 0."""
-        if not negatives and dataset.num_items > MOST_NEGATIVES:
+        With `model.item_id_dropout` and features of items, no item whose actions are all held out is a sampled
+        negative: features, which are to rank it, would learn that it is never taken. Without, such items are negatives,
+        and ids rank them behind others.
+
+        Args:
+            dataset: What is trained on.
+            schema: The dataset's features that the batches should have.
+            model: Its loss, wanted, rates of dropped ids, and the encoder's max_length and times are used.
+            train: Its seed, batch_size and stride are used.
+            held_out: The actions that are not trained on.
+            explicit: Negatives that take the place of up to half of the sampled ones.
+            weights: Those of the actions as targets [actions].
+            first_U: Users whose last sequences begin each epoch [U].
+            pooled: The tables whose bags the owner ranks pool.
+            rank: The rank that trains on the batches.
+            world_size: The number of ranks.
+
+        Raises:
+            ValueError: If no user has two actions, which a training position needs, besides those held out; if the
+                negatives are all items, and these are too many; and for `explicit` negatives with in_batch or 0
+                negatives.
+        """
+        loss = model.loss
+        if not loss.negatives and dataset.num_items > MOST_NEGATIVES:
             raise ValueError(
                 f"{dataset.path} has {dataset.num_items:,} items, and model.loss.negatives is 0, which is all of them; "
                 f"there may be {MOST_NEGATIVES:,}: set it to a number such as 2048"
             )
-        if explicit and not negatives:
+        if explicit and not loss.negatives:
             raise ValueError(
                 "model.loss.negatives is 0: all items are negatives of each target already; set it (of a run that is "
                 "trained first, start.model.loss.negatives) to a number such as 128, or leave data.negatives out"
             )
-        if explicit and in_batch:
+        if explicit and loss.in_batch:
             raise ValueError(
-                f"model.loss.in_batch is {in_batch}, whose correction (logQ) is for negatives that are drawn, not for "
-                "those of data.negatives; set model.loss.in_batch to 0, or leave data.negatives out"
+                f"model.loss.in_batch is {loss.in_batch}, whose correction (logQ) is for negatives that are drawn, not "
+                "for those of data.negatives; set model.loss.in_batch to 0, or leave data.negatives out"
             )
-        self.dataset, self.schema, self.item_id_dropout = dataset, schema, item_id_dropout
-        held_out = held_out or leave_one_out(dataset)
+        self.dataset, self.schema, self.model, self.loss, self.seed = dataset, schema, model, loss, train.seed
+        self.batch_size, self.rank, self.world_size = train.batch_size, rank, world_size
+        self.explicit, self.weights, self.pooled, self.places = explicit, weights, pooled, held_out.places
         trained_U = require_trained(dataset, held_out)
-        self.columns, self.pooled, self.times = columns_of(dataset, schema, trained_U), pooled, times
-        self.batch_size, self.negatives = batch_size, negatives
-        self.share, self.group_positions = share, group_positions
-        self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.user_id_dropout = user_id_dropout if USER_FEATURE in schema.features else 0.0
-        self.wanted, self.wanted_dropout = wanted and WANTED + wanted, wanted_dropout
-        users = np.flatnonzero(trained_U)
+        self.columns = columns_of(dataset, schema, trained_U)
+        users, longest, stride = np.flatnonzero(trained_U), model.encoder.max_length, train.stride
         end = held_out.sequence_end[users]
         positions = end - dataset.offsets[users] - 1
-        which, behind = _windows(positions, max_length, stride)
-        length_S, self.places = np.minimum(positions[which] - behind, max_length), held_out.places
+        which, behind = _windows(positions, longest, stride)
+        length_S = np.minimum(positions[which] - behind, longest)
         # The targets of a sequence are consecutive among all places that may be targets.
         first_S, last_S = end[which] - behind - length_S, end[which] - behind
         if self.places is not None:
@@ -231,20 +233,25 @@ class TrainingBatches:
         self.user_S, self.end_S = users[which].astype(small), (end[which] - behind).astype(small)
         self.length_S, self.first_S = length_S.astype(small), first_S.astype(small)
         self.targets_S = (last_S - first_S).astype(small)
-        longer = np.zeros(0, np.int64) if stride else positions[positions > max_length]
-        # How many users have earlier actions than their sequence, and how many these are.
-        self.left_out = len(longer), int((longer - max_length).sum())
         # With a stride, a user has several: new actions are in the last one.
         self._first_S = None if first_U is None else first_U[self.user_S] & (behind == 0)
-        self.in_batch, self.weights, self.explicit = in_batch, weights, explicit
-        by_features = item_id_dropout > 0 and schema.of("item")
+        self.said_of_left_out = ""
+        """What to say of actions before the users' sequences, if there are any."""
+        longer = positions[positions > longest]
+        if len(longer) and not stride:
+            self.said_of_left_out = (
+                f"{len(longer):,} users have more actions than {longest} (model.encoder.max_length): their "
+                f"{int((longer - longest).sum()):,} earlier ones are not trained on; with --train.stride, all are"
+            )
+        by_features = model.item_id_dropout > 0 and schema.of("item")
         unseen = np.flatnonzero(held_out.training_counts(dataset) == 0) if by_features else np.zeros(0, np.int64)
         self.num_drawable = dataset.num_items - len(unseen)
         self._drawable_before = unseen - np.arange(len(unseen))
         """How many items may be negatives that come before each one that may not."""
-        self.log_q_X = self._log_q() if in_batch else None
-        self._shuffled: tuple[int, np.ndarray] = (-1, self.user_S)
-        self.steps_per_epoch = -(-len(self.user_S) // batch_size)
+        self.log_q_X = self._log_q() if loss.in_batch else None
+        self._order = lru_cache(maxsize=1)(self._shuffled)
+        """The order of the sequences in an epoch. Two threads may ask for different epochs."""
+        self.steps_per_epoch = -(-len(self.user_S) // self.batch_size)
 
     def users_of(self, step: int) -> Ints:
         """The users of the sequences of a step's global batch, over all ranks."""
@@ -259,20 +266,15 @@ class TrainingBatches:
         epoch, index = divmod(step, self.steps_per_epoch)
         return self._order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
 
-    def at(self, step: int) -> Batch:
-        """This rank's part of the global batch of a step, on the CPU."""
-        return self.part(step, self.rank, {})
-
-    def part(self, step: int, rank: int, drawn: dict[tuple[int, ...], Ints]) -> Batch:
-        """A rank's part of the global batch of a step, on the CPU. `drawn` is empty for the first rank of a step; it
-        keeps the random numbers that all ranks draw, for the next one."""
+    def at(self, step: int, rank: int | None = None) -> Batch:
+        """This rank's part of the global batch of a step, or that of another rank, on the CPU."""
         epoch, index = divmod(step, self.steps_per_epoch)
         sequences = self._sequences(step)
         bounds, bounds_Q = (np.append(0, np.cumsum(of[sequences])) for of in (self.length_S, self.targets_S))
-        first, last = self._part(bounds, rank)
+        first, last = self._part(bounds, self.rank if rank is None else rank)
         group_B = self._groups(bounds_Q)
-        key = [self.seed, epoch, index + 1]
-        negatives = self._negatives(key, sequences, bounds_Q, group_B, slice(first, last), drawn)
+        key = (self.seed, epoch, index + 1)
+        negatives = self._negatives(key, sequences, bounds_Q, group_B, slice(first, last))
         weight_Q = self._weights(sequences, slice(bounds_Q[first], bounds_Q[last]))
         of_part = bounds_Q[first : last + 1] - bounds_Q[first]
         sequences = sequences[first:last]
@@ -289,16 +291,18 @@ class TrainingBatches:
             negatives, bounds_G = with_explicit(negatives, bounds_G, *found_E)
         named = np.concatenate([items[inputs], items[place_Q], negatives.ravel()])
         unique, inverse = unique_inverse(named, self.dataset.num_items)
-        row_V = self._without("item_id_dropout", self.item_id_dropout, unique, unique, ITEM, step)
+        row_V = self._without("item_id_dropout", unique, unique, ITEM, step)
         instead = {}
-        if self.user_id_dropout:
+        if USER_FEATURE in self.schema.features:
             own_B = self.columns["user"][USER].values[users]
-            instead[USER] = self._without("user_id_dropout", self.user_id_dropout, users, own_B, USER, step)
-        if wanted := self.wanted:
+            instead[USER] = self._without("user_id_dropout", users, own_B, USER, step)
+        if self.model.wanted:
+            wanted = WANTED + self.model.wanted
             next_T = self.columns["event"][wanted].values[inputs]
-            instead[wanted] = self._without("wanted_dropout", self.wanted_dropout, inputs, next_T, wanted, step)
+            instead[wanted] = self._without("wanted_dropout", inputs, next_T, wanted, step)
         found = look_up(self.columns, self.schema, row_V, unique, users, inputs, self.pooled, instead)
-        times = action_times(self.dataset.timestamps_flat, inputs) if self.times else ()
+        seen = sees_times(self.model.encoder, self.schema)
+        times = action_times(self.dataset.timestamps_flat, inputs) if seen else ()
         if self.schema.unit:
             shift = derive_key("ages", self.seed, step) % SHIFTS
             time_T, asked_T = (of + shift * TICKS[self.schema.unit] for of in times)
@@ -324,7 +328,7 @@ class TrainingBatches:
     def _explicit(self, place_Q: Ints, user_Q: Ints) -> tuple[Ints, Ints]:
         """The explicit negatives of some targets, as of ExplicitNegatives."""
         assert self.explicit
-        return self.explicit.of(place_Q, self.dataset.offsets[user_Q], (self.negatives + 1) // 2)
+        return self.explicit.of(place_Q, self.dataset.offsets[user_Q], (self.loss.negatives + 1) // 2)
 
     def said_of_explicit(self) -> str:
         """How many explicit negatives an epoch has; empty if none were asked for."""
@@ -352,11 +356,11 @@ class TrainingBatches:
     def _groups(self, bounds: Ints) -> Ints:
         """The number of each sequence's group, for sequences with targets between `bounds` of a global batch's; in
         order, from 0."""
-        match self.share:
+        match self.loss.share:
             case "batch":
                 return np.zeros(len(bounds) - 1, np.int64)
             case "group":
-                begun = bounds[:-1] // self.group_positions
+                begun = bounds[:-1] // self.loss.group_positions
                 return np.cumsum(np.diff(begun, prepend=begun[:1]) > 0)
             case _:
                 return np.arange(len(bounds) - 1)
@@ -364,30 +368,22 @@ class TrainingBatches:
     def _bounds(self, bounds: Ints, group_B: Ints) -> list[int]:
         """Where the groups of some sequences begin and end among their targets; `bounds` and `group_B` are those of
         these sequences."""
-        if self.share == "batch":
+        if self.loss.share == "batch":
             return [0, int(bounds[-1])]
-        if self.share == "position":
+        if self.loss.share == "position":
             return list(range(int(bounds[-1]) + 1))
         begins = np.flatnonzero(np.diff(group_B, prepend=-1))
         return [*bounds[begins].tolist(), int(bounds[-1])]
 
-    def _negatives(
-        self,
-        key: list[int],
-        sequences: np.ndarray,
-        bounds: Ints,
-        group_B: Ints,
-        part: slice,
-        drawn: dict[tuple[int, ...], Ints],
-    ) -> Ints:
+    def _negatives(self, key: tuple[int, ...], sequences: np.ndarray, bounds: Ints, group_B: Ints, part: slice) -> Ints:
         """Negatives [G, N + M] of the groups of `part` of a global batch's `sequences`, whose targets are between
         `bounds`, in the groups `group_B`; the key names the batch."""
-        if not self.negatives:
+        if not self.loss.negatives:
             return self._drawable(np.arange(self.num_drawable))[None]
-        uniform_GN = self._drawable(self._draw(key, bounds, group_B, part, self.num_drawable, self.negatives, drawn))
-        if not self.in_batch:
+        uniform_GN = self._drawable(self._draw(key, bounds, group_B, part, self.num_drawable, self.loss.negatives))
+        if not self.loss.in_batch:
             return uniform_GN
-        target_GM = self._draw([*key, 1], bounds, group_B, part, int(bounds[-1]), self.in_batch, drawn)
+        target_GM = self._draw((*key, 1), bounds, group_B, part, int(bounds[-1]), self.loss.in_batch)
         sequence_GM = np.searchsorted(bounds, target_GM, side="right") - 1
         place_GM = self._place((self.first_S[sequences] - bounds[:-1])[sequence_GM] + target_GM)
         return np.concatenate([uniform_GN, self.dataset.items_flat[place_GM]], axis=1)
@@ -396,27 +392,16 @@ class TrainingBatches:
         """The items that may be negatives, by their numbers among these."""
         return number_GN + np.searchsorted(self._drawable_before, number_GN, side="right")
 
-    def _draw(
-        self,
-        key: list[int],
-        bounds: Ints,
-        group_B: Ints,
-        part: slice,
-        below: int,
-        count: int,
-        drawn: dict[tuple[int, ...], Ints],
-    ) -> Ints:
+    def _draw(self, key: tuple[int, ...], bounds: Ints, group_B: Ints, part: slice, below: int, count: int) -> Ints:
         """Random numbers below a bound [G, count] for the groups of `part` of a global batch's sequences."""
-        if self.share == "position":
+        if self.loss.share == "position":
             # One key per sequence: there are many numbers, and a rank need not draw those of others.
             places, lengths = range(part.start, part.stop), np.diff(bounds)
             own = [np.random.default_rng([*key, at]).integers(0, below, (lengths[at], count)) for at in places]
             return np.concatenate([np.zeros((0, count), np.int64), *own])
         # A rank without sequences needs no negatives, but one set for the whole batch has no parts.
-        wanted = np.zeros(1, np.int64) if self.share == "batch" else np.unique(group_B[part])
-        if (whole := tuple(key)) not in drawn:
-            drawn[whole] = np.random.default_rng(key).integers(0, below, (group_B[-1] + 1, count))
-        return drawn[whole][wanted]
+        wanted = np.zeros(1, np.int64) if self.loss.share == "batch" else np.unique(group_B[part])
+        return _random(key, below, (int(group_B[-1]) + 1, count))[wanted]
 
     def _log_q(self) -> NDArray[np.float32]:
         """For each item [X], the log of the probability that a negative is that item. N of N + M are uniform; M are
@@ -429,36 +414,35 @@ class TrainingBatches:
         count_X = np.zeros(self.dataset.num_items, np.int64)
         for least in range(1, times.max() + 1):
             count_X += np.bincount(items[times >= least], minlength=len(count_X))
-        N, M = self.negatives, self.in_batch
+        N, M = self.loss.negatives, self.loss.in_batch
         q_X = (N / self.num_drawable + M * count_X / count_X.sum()) / (N + M)
         return np.log(q_X).astype(np.float32)
 
-    def _without(self, name: str, rate: float, ids_R: Ints, row_R: Ints, table: str, step: int) -> Ints:
-        """Rows of a table in this step; those that are dropped, chosen by their ids, are the unknown row."""
-        if rate == 0:
+    def _without(self, name: str, ids_R: Ints, row_R: Ints, table: str, step: int) -> Ints:
+        """Rows of a table in this step; those that are dropped at the rate of this name, chosen by their ids, are the
+        unknown row."""
+        if (rate := getattr(self.model, name)) == 0:
             return row_R
         key = derive_key(name, self.seed, step)
         bits_R = random_bits(key, torch.from_numpy(ids_R), torch.zeros(1, dtype=torch.int64))[:, 0].numpy()
         dropped = bits_R.astype(np.int64) + 2**31 < rate * 2**32
         return np.where(dropped, self.schema.table(table).unknown, row_R)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """The order of the sequences in an epoch."""
-        # Not read twice: the thread that makes batches and the one that trains may ask for different epochs.
-        shuffled = self._shuffled
-        if shuffled[0] != epoch:
-            order_S = np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S)).astype(self._index)
-            if self._first_S is not None:
-                order_S = order_S[np.argsort(~self._first_S[order_S], kind="stable")]
-            shuffled = epoch, order_S
-            self._shuffled = shuffled
-        return shuffled[1]
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        order_S = np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S)).astype(self._index)
+        return order_S if self._first_S is None else order_S[np.argsort(~self._first_S[order_S], kind="stable")]
 
     def _part(self, bounds: Ints, rank: int) -> tuple[int, int]:
         """First and last (excluded) sequence of a rank; all ranks have about equally many positions."""
         cuts = np.array([rank, rank + 1]) * bounds[-1] / self.world_size
         first, last = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
         return int(first), int(last)
+
+
+@lru_cache(maxsize=2)
+def _random(key: tuple[int, ...], below: int, shape: tuple[int, int]) -> Ints:
+    """The numbers that all ranks draw for a batch; kept for a process that makes the parts of several ranks."""
+    return np.random.default_rng(key).integers(0, below, shape)
 
 
 def _windows(positions_U: Ints, longest: int, stride: int) -> tuple[Ints, Ints]:

@@ -5,18 +5,17 @@ Each problem is one line, which begins with the name of the file. A column is re
 `load_dataset`, this reads the raw ids and the values of vocabularies, too: two that are equal are a problem.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from logitmix.common.mappings import brief, counted
-from logitmix.modules.schema import ITEM, Feature, Owner, Schema
+from logitmix.modules.schema import ITEM, Owner, Schema
 from logitmix.trainer.data.arrow import is_list
 from logitmix.trainer.data.columns import (
     ColumnReader,
@@ -57,9 +56,6 @@ OPTIONAL = ("raw_user_id", "title")
 MOST = 2**48
 """Items, if dataset.json does not say how many there are."""
 
-Check = Callable[[pa.RecordBatch, int], object]
-"""Raises ValueError for what is wrong in some rows of a file, of which the first has this index."""
-
 
 def check_dataset(path: Path) -> tuple[list[str], dict[str, Any]]:
     """Returns all problems of a dataset directory, and the content of its dataset.json.
@@ -81,7 +77,8 @@ def check_dataset(path: Path) -> tuple[list[str], dict[str, Any]]:
     checker.check_files()
     if not checker.problems:
         # What only all files together show.
-        checker.holds("", read_arrays, path, checker.schema, description)
+        with checker.finding(""):
+            read_arrays(path, checker.schema, description)
     return checker.problems, description
 
 
@@ -95,41 +92,44 @@ class _Checker:
         self.schema = Schema.of_ids(MOST)
         """The schema of dataset.json, or the item ids alone if it cannot be read."""
         if len(self.counts) == len(COUNTS):
-            self.holds("dataset.json", self._take_schema, description)
+            with self.finding("dataset.json"):
+                self.schema = schema_of(description, description["items"])
+        self.users = self.rows = self.actions = 0
+        """Users so far, rows whose items are right, and the actions in them."""
 
-    def _take_schema(self, description: Mapping[str, Any]) -> None:
-        self.schema = schema_of(description, description["items"])
-
-    def holds(self, file: str, check: Callable[..., object], *arguments: Any) -> bool:
-        """Calls a check, and returns whether it found nothing. Its error becomes a problem of this file, unless it
-        names a file itself."""
+    @contextmanager
+    def finding(self, file: str) -> Iterator[None]:
+        """Makes the error of what is within a problem of this file, unless it names a file itself."""
         try:
             with reading(self.path, file):
-                check(*arguments)
+                yield
         except BrokenDataset as error:
             self.problems.append(error.problem)
-            return False
-        return True
+
+    def holds(self, file: str, check: Callable[..., object], *arguments: Any) -> bool:
+        """Calls a check, and returns whether it found nothing."""
+        before = len(self.problems)
+        with self.finding(file):
+            check(*arguments)
+        return len(self.problems) == before
 
     def check_files(self) -> None:
         """Checks all files but dataset.json."""
-        users = items = later = 0
-        actions = _Actions(self.schema)
+        items = later = 0
+        of_users, of_actions = self._columns("user"), self._columns("event")
         if not (parts := sorted((self.path / "sequences").glob("*.parquet"))):
             self.problems.append("sequences has no file whose name ends in .parquet")
         for part in parts:
-            users += self._check(part, self._of("user") | actions.checks("user_index"), users)
-        folders = sorted((self.path / APPENDED).glob("*"))
-        parts_users = users
-        for folder in folders:
-            users += self._check(folder / "users.parquet", self._of("user"), users)
-            index = {"user_index": partial(_check_later_users, users)}
-            later += self._check(folder / "sequences.parquet", index | actions.checks("row"), 0)
+            self.users += self._check(part, (*of_users, *of_actions), "user_index", self.users)
+        of_parts = self.users
+        for folder in sorted((self.path / APPENDED).glob("*")):
+            self.users += self._check(folder / "users.parquet", of_users, "user_index", self.users)
+            later += self._check(folder / "sequences.parquet", ("user_index", *of_actions), "row", 0)
         for file in files_of(self.path, "items.parquet"):
-            items += self._check(file, self._of("item"), items)
-        found = {"users": users, "items": items}
-        if actions.rows == parts_users + later:
-            found["actions"] = actions.count
+            items += self._check(file, self._columns("item"), "item_index", items)
+        found = {"users": self.users, "items": items}
+        if self.rows == of_parts + later:
+            found["actions"] = self.actions
         self.problems += [
             f"there are {count} {name}, but dataset.json says {self.counts[name]}"
             for name, count in found.items()
@@ -137,36 +137,61 @@ class _Checker:
         ]
         self._check_texts()
 
-    def _check(self, file: Path, checks: Mapping[str, Check], first: int) -> int:
-        """Applies the checks to the columns of a file, whose first row has this index; returns how many rows it has."""
+    def _columns(self, owner: Owner) -> list[str]:
+        """Returns the names of the columns with a value for each item, for each user, or for each action."""
+        own = {
+            "item": ("item_index", "raw_id", "title"),
+            "user": ("user_index", "raw_user_id"),
+            "event": ("item_indices", "timestamps"),
+        }
+        return [*own[owner], *(feature.name for feature in self.schema.of(owner))]
+
+    def _check(self, file: Path, columns: Sequence[str], index: str, first: int) -> int:
+        """Checks the columns of a file, whose first row has this index; returns how many rows it has."""
         name, rows = name_of(self.path, file), 0
-
-        def check() -> None:
-            nonlocal rows
-            with pq.ParquetFile(file) as table:
-                require_plausible(table, file, self.schema.features)
-                rows, there = table.metadata.num_rows, table.schema_arrow.names
-                wanted = [column for column in checks if column in there or column not in OPTIONAL]
-                left = [column for column in wanted if self.holds(name, require_columns, there, [column])]
-                row = first
-                for batch in table.iter_batches(2**16, columns=left):
-                    left = [column for column in left if self.holds(name, checks[column], batch, row)]
-                    row += batch.num_rows
-
-        if file.exists():
-            self.holds(name, check)
-        else:
+        if not file.exists():
             self.problems.append(f"{name} is missing")
+            return 0
+        with self.finding(name), pq.ParquetFile(file) as table:
+            require_plausible(table, file, self.schema.features)
+            rows, there, row = table.metadata.num_rows, table.schema_arrow.names, first
+            wanted = [column for column in columns if column in there or column not in OPTIONAL]
+            left = [column for column in wanted if self.holds(name, require_columns, there, [column])]
+            for batch in table.iter_batches(2**16, columns=left):
+                left = [column for column in left if self.holds(name, self._check_column, column, index, batch, row)]
+                row += batch.num_rows
         return rows
 
-    def _of(self, owner: Owner) -> dict[str, Check]:
-        """Returns the checks of the columns with a value for each item, or for each user."""
-        index, *texts = ("item_index", "raw_id", "title") if owner == "item" else ("user_index", "raw_user_id")
-        return {
-            index: partial(_check_order, index),
-            **{name: partial(_check_type_of_texts, name) for name in texts},
-            **{of.name: partial(_check_feature, of, self.schema, index) for of in self.schema.of(owner)},
-        }
+    def _check_column(self, name: str, index: str, batch: pa.RecordBatch, row: int) -> None:
+        """ValueError for what is wrong in a column of some rows, the first of which is `row`. `index` is what messages
+        call its number: "row" for actions that were appended."""
+        column, at = batch.column(name), places(index, row)
+        if name in ("item_index", "user_index"):
+            if index == "row":
+                later_users(column, self.users)
+            else:
+                require_order(column, row, row + batch.num_rows)
+        elif name in ("raw_id", "title", "raw_user_id"):
+            require_texts(name, column.type)
+            if name == "raw_id" and column.null_count:
+                raise ValueError(f"empty values in column {name}")
+        elif name == "item_indices":
+            lengths, items = lists(name, column)
+            within(name, items, 0, self.schema.num_items, places_in_lists(lengths, at))
+            self.rows, self.actions = self.rows + batch.num_rows, self.actions + len(items)
+        else:
+            feature = next((of for of in self.schema.features if of.name == name), None)
+            if not feature or feature.owner == "event":
+                lengths, column = lists(name, column)
+                at = places_in_lists(lengths, at)
+                items = batch.column("item_indices") if "item_indices" in batch.schema.names else None
+                # Unless that column is missing or wrong itself.
+                if items is not None and is_list(items.type) and not items.null_count:
+                    parallel(name, batch.column(name), lists("item_indices", items)[0])
+            if feature:
+                ColumnReader(feature, self.schema, len(column)).append(column, at)
+            else:
+                times_of(column, lengths, at)
 
     def _check_texts(self) -> None:
         """Checks that vocabularies are as long as the schema says, that their values and the raw ids differ, and the
@@ -197,63 +222,3 @@ class _Checker:
             first, times = several[0].as_py().values()
             more = f", and {counted(len(several) - 1, 'other text')} too" if len(several) > 1 else ""
             self.problems.append(f"{name} has {brief(first)} {times} times{more}; each must be there once")
-
-
-class _Actions:
-    """Checks the columns with a value for each action, and counts these."""
-
-    def __init__(self, schema: Schema) -> None:
-        self.schema = schema
-        self.rows = self.count = 0
-        """Rows whose items are right, and the actions in them."""
-
-    def checks(self, index: str) -> dict[str, Check]:
-        """Returns the checks by the names of the columns; `index` is what messages call the number of a row."""
-        return {
-            "item_indices": partial(self._check_items, index),
-            "timestamps": partial(self._check_times, index),
-            **{of.name: partial(self._check_feature, of, index) for of in self.schema.of("event")},
-        }
-
-    def _check_items(self, index: str, batch: pa.RecordBatch, row: int) -> None:
-        lengths, items = lists("item_indices", batch.column("item_indices"))
-        within("item_indices", items, 0, self.schema.num_items, places_in_lists(lengths, places(index, row)))
-        self.rows += batch.num_rows
-        self.count += len(items)
-
-    def _check_times(self, index: str, batch: pa.RecordBatch, row: int) -> None:
-        lengths, times = _in_parallel("timestamps", batch)
-        times_of(times, lengths, places_in_lists(lengths, places(index, row)))
-
-    def _check_feature(self, feature: Feature, index: str, batch: pa.RecordBatch, row: int) -> None:
-        lengths, values = _in_parallel(feature.name, batch)
-        reader = ColumnReader(feature, self.schema, len(values))
-        reader.append(values, places_in_lists(lengths, places(index, row)))
-
-
-def _in_parallel(name: str, batch: pa.RecordBatch) -> tuple[np.ndarray, pa.Array]:
-    """Returns the lengths and the elements of a column of lists. ValueError if they are not as long as item_indices,
-    unless that column is missing or wrong itself."""
-    lengths, elements = lists(name, batch.column(name))
-    items = batch.column("item_indices") if "item_indices" in batch.schema.names else None
-    if items is not None and is_list(items.type) and not items.null_count:
-        parallel(name, batch.column(name), lists("item_indices", items)[0])
-    return lengths, elements
-
-
-def _check_order(name: str, batch: pa.RecordBatch, row: int) -> None:
-    require_order(batch.column(name), row, row + batch.num_rows)
-
-
-def _check_later_users(count: int, batch: pa.RecordBatch, row: int) -> None:
-    later_users(batch.column("user_index"), count)
-
-
-def _check_type_of_texts(name: str, batch: pa.RecordBatch, row: int) -> None:
-    require_texts(name, batch.column(name).type)
-    if name == "raw_id" and batch.column(name).null_count:
-        raise ValueError(f"empty values in column {name}")
-
-
-def _check_feature(feature: Feature, schema: Schema, index: str, batch: pa.RecordBatch, row: int) -> None:
-    ColumnReader(feature, schema, batch.num_rows).append(batch.column(feature.name), places(index, row))

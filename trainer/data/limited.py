@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from logitmix.modules.schema import ITEM, Feature
-from logitmix.trainer.config import Config
+from logitmix.trainer.config import DataConfig
 from logitmix.trainer.data import arrays
 from logitmix.trainer.data.batches import HeldOut, leave_one_out, split_by_time
 from logitmix.trainer.data.columns import Column, index_type, user_blocks
@@ -25,29 +25,29 @@ from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.targets import target_places
 
 
-def held_out(config: Config, dataset: Dataset) -> HeldOut:
+def held_out(config: DataConfig, dataset: Dataset) -> HeldOut:
     """The held-out actions of the run's split; ValueError as of `target_places` and `within`, or if a split by time
     leaves nobody to rank."""
     whole = dataset.whole or dataset
-    places = target_places(whole, config.data.targets, config.data.negatives)
-    if config.data.split == "time":
-        return within(split_by_time(whole, config.data.held_out, config.data.validation, places), dataset)
-    return within(leave_one_out(whole, config.data.validation, places), dataset)
+    places = target_places(whole, config.targets, config.negatives)
+    if config.split == "time":
+        return within(split_by_time(whole, config.held_out, config.validation, places), dataset)
+    return within(leave_one_out(whole, config.validation, places), dataset)
 
 
-def kept_items(config: Config, dataset: Dataset) -> Ints | None:
+def kept_items(config: DataConfig, dataset: Dataset) -> Ints | None:
     """The indices of the items that the run keeps [N], in order; None if these are all."""
-    if not 0 < config.data.items < dataset.num_items:
+    if not 0 < config.items < dataset.num_items:
         return None
     held, last_X = held_out(config, dataset), np.full(dataset.num_items, -LATEST, np.int64)
     for places in held.training_places(dataset):
         np.maximum.at(last_X, dataset.items_flat[places], dataset.timestamps_flat[places])
     count_X = held.training_counts(dataset)
-    order_X = np.lexsort((-count_X, -last_X, count_X < config.data.items_after))
-    return np.sort(order_X[: config.data.items])
+    order_X = np.lexsort((-count_X, -last_X, count_X < config.items_after))
+    return np.sort(order_X[: config.items])
 
 
-def limited(config: Config, dataset: Dataset) -> Dataset:
+def limited(config: DataConfig, dataset: Dataset) -> Dataset:
     """What the run sees of a whole dataset: itself, if it has no more than data.items items."""
     if (kept := kept_items(config, dataset)) is None:
         return dataset
@@ -139,7 +139,7 @@ def asked_places(place_U: Ints, dataset: Dataset) -> Ints:
     return np.where(now_U > dataset.offsets[:-1], now_U, -1)
 
 
-def said_of_limit(config: Config, dataset: Dataset) -> str:
+def said_of_limit(config: DataConfig, dataset: Dataset) -> str:
     """What a limited dataset leaves out; empty for a whole one."""
     if (whole := dataset.whole) is None:
         return ""
@@ -154,7 +154,7 @@ def said_of_limit(config: Config, dataset: Dataset) -> str:
     )
     return (
         f"the {dataset.num_items:,} with the latest training actions, of {whole.num_items:,} (data.items"
-        + (f"; data.items_after: those with {after} or more first" if (after := config.data.items_after) > 1 else "")
+        + (f"; data.items_after: those with {after} or more first" if (after := config.items_after) > 1 else "")
         + "); the others, "
         f"such as {example!r:.40}, are left out with {actions - left:,} of {actions:,} actions"
         + (f" (users without any then: {emptied:,})" if emptied else "")

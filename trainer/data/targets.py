@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from logitmix.common.mappings import nearest
-from logitmix.trainer.config import conditions_of
+from logitmix.trainer.config import DataConfig, conditions_of
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
 from logitmix.trainer.data.numbers import read_numbers
@@ -62,21 +62,20 @@ def _fulfill(dataset: Dataset, condition: str, flag: str, among: NDArray[np.bool
 def said_of_targets(
     dataset: Dataset,
     places: Ints | None,
-    conditions: Sequence[str],
+    config: DataConfig,
     features: Sequence[str],
-    negatives: Sequence[str] = (),
 ) -> str:
-    """How many actions may be targets, those at `places` by the conditions, and how many users have none; empty if all
-    may. `features` are those of the model, `negatives` as in `target_places`."""
+    """How many actions may be targets, those at `places` by the settings, and how many users have none; empty if all
+    may. `features` are those of the model."""
     if places is None:
         return ""
     first, last = (np.searchsorted(places, of) for of in (dataset.offsets[:-1], dataset.offsets[1:]))
     without = int((first == last).sum())
-    others = conditions_of(negatives)
+    others = conditions_of(config.negatives)
     said = f"{len(places):,} of {len(dataset.items_flat):,} actions "
-    said += f"({' and '.join([*conditions, *(f'not {of}' for of in others)])})"
+    said += f"({' and '.join([*config.targets, *(f'not {of}' for of in others)])})"
     said += f"; {without:,} of {dataset.num_users:,} users have none" if without else ""
-    columns = {Condition.parse(condition, "").column for condition in (*conditions, *others)}
+    columns = {Condition.parse(condition, "").column for condition in (*config.targets, *others)}
     if unseen := sorted(columns - {*features} if "all" not in features else ()):
         said += f"; the model does not see which, without --model.features {' '.join(unseen)}"
     return said

@@ -19,10 +19,10 @@ from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 from logitmix.launch.processes import end_lost, require_threads
-from logitmix.modules.config import sees_times
+from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.schema import WANTED, Owner, Schema, require_kind
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, HistoryRule
+from logitmix.trainer.config import DataConfig, EvaluateConfig, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -90,10 +90,10 @@ def evaluate_run(
     config = replace(config, evaluate=options)
     facts = facts_of("evaluate", config, dataset, split=split)
     with process_group(device, config.comm.timeout_seconds, facts, end_lost) as ranks:
-        evaluation = Evaluation(config, limited(config, dataset), ranks)
+        evaluation = Evaluation(options, config.data, config.model, limited(config.data, dataset), ranks)
         if line := said_of_code(run):
             tell(evaluation.said, line)
-        if line := said_of_limit(config, evaluation.dataset):
+        if line := said_of_limit(config.data, evaluation.dataset):
             tell(evaluation.said, f"items: {line}")
         model = load_saved(run, ranks=ranks)
         metrics = evaluation(split, model.tower.to(ranks.device), model.sharded_rows(ranks))
@@ -101,17 +101,23 @@ def evaluate_run(
     return metrics | {"step": model.step}
 
 
-def excludes_history(config: Config, dataset: Dataset, said: Console | None = None) -> bool:
-    """Whether a user's history is left out of that user's ranking, in evaluation and in serving."""
-    if (rule := config.evaluate.exclude_history) == "no":
+def excludes_history(rule: HistoryRule, config: DataConfig, dataset: Dataset, said: Console | None = None) -> bool:
+    """Whether a user's history is left out of that user's ranking, in evaluation and in serving.
+
+    Args:
+        rule: evaluate.exclude_history.
+        config: Says which actions are held out.
+        dataset: The run's dataset.
+        said: Where the reason is printed, if anywhere.
+    """
+    if rule == "no":
         return False
     # As without a limit.
     dataset = dataset.whole or dataset
     shares = dataset.repeated_targets
-    if config.data.split == "time" or config.data.targets or config.data.negatives:
+    if config.split == "time" or config.targets or config.negatives:
         # A refit must come to the decision of its run, which has a validation part.
-        data = replace(config.data, validation=config.data.validation or rule == "auto")
-        of = held_out(replace(config, data=data), dataset)
+        of = held_out(replace(config, validation=config.validation or rule == "auto"), dataset)
         shares = {split: float(ranking_users(dataset, split, 1, of).repeats().mean()) for split in of.targets}
     repeats = said_of_repeats(shares)
     if rule == "auto" and are_common(shares):
@@ -130,18 +136,25 @@ class Evaluation:
     those of the whole."""
 
     def __init__(
-        self, config: Config, dataset: Dataset, ranks: Ranks, check: Callable[[], None] = lambda: None
+        self,
+        options: EvaluateConfig,
+        data: DataConfig,
+        model: ModelConfig,
+        dataset: Dataset,
+        ranks: Ranks,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`check` is called by all ranks together, often; what it raises ends the ranking. ValueError for groups that
         cannot be formed."""
-        self.config, self.dataset, self.ranks, self.check = config, dataset, ranks, check
+        self.options, self.model, self.dataset, self.ranks, self.check = options, model, dataset, ranks, check
+        self.by_time = data.split == "time"
         self.whole = dataset.whole or dataset
-        self.groups = features_of(config.evaluate.groups, dataset)
-        self._wanted = _wanted_row(config, dataset) if config.evaluate.want else None
+        self.groups = features_of(options.groups, dataset)
+        self._wanted = _wanted_row(options.want, model.wanted, dataset) if options.want else None
         self.said = Console(stderr=True) if ranks.rank == 0 else None
-        self._of_whole = held_out(config, self.whole)
+        self._of_whole = held_out(data, self.whole)
         self.held_out = within(self._of_whole, dataset)
-        self.exclude_history = excludes_history(config, dataset, self.said)
+        self.exclude_history = excludes_history(options.exclude_history, data, dataset, self.said)
         count = {split: int((of >= 0).sum()) for split, of in self._of_whole.targets.items()}
         if few := [f"{counted(users, 'user')} in {split}" for split, users in count.items() if users < FEW]:
             tell(self.said, f"metrics are of {' and '.join(few)}: of so few, most of a difference is chance")
@@ -159,7 +172,7 @@ class Evaluation:
         of the target. Beside them the rank of each user's target [U]. Collective, and equal on all ranks."""
         everyone, num_items = self.users(split), self.dataset.num_items
         missed_U = self.held_out.targets[split][everyone.user] < 0
-        best = max(SETS_AT) if self.config.data.split == "time" else RECOMMENDED
+        best = max(SETS_AT) if self.by_time else RECOMMENDED
         best = best if split == "test" else 0
         at_N, users = self._ranked(everyone, split, best > 0)
         again = split == "test" and sees_times(tower.config.encoder, tower.schema)
@@ -170,7 +183,7 @@ class Evaluation:
                 count(more)
 
             columns = self._columns(tower.schema, users)
-            batch_size = self.config.evaluate.batch_size
+            batch_size = self.options.batch_size
             embedder = Embedder(tower, tables, columns)
             rank = partial(rank_corpus, embedder, num_items)
             rankings = rank(users, batch_size, self.exclude_history, advance, best).among(at_N, missed_U)
@@ -188,7 +201,7 @@ class Evaluation:
             if self.dataset.kept is not None:
                 best_UK = np.where(best_UK >= 0, self.dataset.kept[best_UK], best_UK)
             metrics |= how_popular(best_UK[:, :RECOMMENDED], everyone.target, self.training_counts)
-            if self.config.data.split == "time":
+            if self.by_time:
                 metrics |= self._of_period(best_UK, everyone)
         if earlier is not None:
             metrics |= {f"at_last_action/{name}": of for name, of in means(earlier.similarity_U.numpy()).items()}
@@ -226,7 +239,7 @@ class Evaluation:
         """What the queries see; where evaluate.want names a kind of action, each asks for it."""
         columns = columns_of(self.dataset, schema, self.held_out.trained(self.dataset))
         if self._wanted is not None:
-            name = WANTED + self.config.model.wanted
+            name = WANTED + self.model.wanted
             values = columns["event"][name].values.copy()
             values[users.place - 1] = self._wanted
             columns["event"] = {**columns["event"], name: Column(values)}
@@ -259,7 +272,7 @@ class Evaluation:
     def baselines(self, split: Split) -> dict[str, float]:
         """The metrics of popularity and item-kNN for the same users and by the same rules, as popularity/hr@10 and
         item_knn/hr@10; none where evaluate.baselines is off. Rank 0 computes them for all; collective."""
-        if not self.config.evaluate.baselines:
+        if not self.options.baselines:
             return {}
         return on_first_rank_at_length(lambda: self._baselines(split), self.ranks)
 
@@ -292,16 +305,17 @@ class Evaluation:
 
     def users(self, split: Split) -> RankingUsers:
         """Who is ranked."""
-        options, L = self.config.evaluate, self.config.model.encoder.max_length
-        return ranking_users(self.whole, split, L, self._of_whole).sample(options.users, SAMPLE)
+        everyone = ranking_users(self.whole, split, self.model.encoder.max_length, self._of_whole)
+        return everyone.sample(self.options.users, SAMPLE)
 
 
-def _wanted_row(config: Config, dataset: Dataset) -> int:
-    """The row of the kind of action that evaluate.want names. ValueError if the dataset has none of it."""
-    feature = next(of for of in dataset.schema.of("event") if of.name == config.model.wanted)
+def _wanted_row(want: str, wanted: str, dataset: Dataset) -> int:
+    """The row of the kind of action `want` (evaluate.want), a value of the feature `wanted` (model.wanted). ValueError
+    if the dataset has none of it."""
+    feature = next(of for of in dataset.schema.of("event") if of.name == wanted)
     kinds = dataset.vocabulary(feature.table)
-    require_kind("evaluate.want", config.evaluate.want, [kind for kind in kinds if kind])
-    return kinds.index(config.evaluate.want)
+    require_kind("evaluate.want", want, [kind for kind in kinds if kind])
+    return kinds.index(want)
 
 
 def how_popular(best_UK: np.ndarray, target_U: np.ndarray, count_X: np.ndarray) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Seen:
         """ValueError if it is no run directory, or if its dataset is missing."""
         config = read_config(run)
         self.run, self.dataset, self.earlier = run, dataset, load_dataset(config.data.path)
-        self._counts = held_out(config, self.earlier).train_end - self.earlier.offsets[:-1]
+        self._counts = held_out(config.data, self.earlier).train_end - self.earlier.offsets[:-1]
         """For each user of the earlier dataset, how many actions, the first ones, were trained on."""
         # By index in the earlier dataset, -1 for those that it does not have.
         self._user_U = _places(dataset.raw_user_id_column(), self.earlier.raw_user_id_column())

@@ -6,8 +6,9 @@ import json
 import math
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -18,7 +19,7 @@ from logitmix.modules.schema import ITEM
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import CARD, About, Entries, is_extra
 from logitmix.serving.model import weight_shapes
-from logitmix.trainer.config import COMPARED_WITH, Config, dump_toml
+from logitmix.trainer.config import COMPARED_WITH
 from logitmix.trainer.run.results import read_results
 
 HOLDINGS = "## This directory\n"
@@ -31,7 +32,8 @@ _SPEED = ("step", "examples_per_second", "seconds")
 class Facts:
     """What a card says of the training."""
 
-    config: Config
+    settings: str
+    """All settings as TOML, without the folders of one machine."""
     dataset: str
     """The text of the dataset's dataset.json."""
     validation: Mapping[str, float] = field(default_factory=dict)
@@ -39,7 +41,7 @@ class Facts:
     test: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_facts(run: Path, config: Config, step: int, dataset: str, validation: Mapping[str, float]) -> Facts:
+def read_facts(run: Path, settings: str, step: int, dataset: str, validation: Mapping[str, float]) -> Facts:
     """Adds the test metrics of the run's results.json, which are those of one checkpoint. ValueError if it is
     damaged."""
     path, test = run / "results.json", {}
@@ -50,19 +52,19 @@ def read_facts(run: Path, config: Config, step: int, dataset: str, validation: M
                 test = {name: value for name, value in results.items() if name not in _SPEED}
         except ValueError as error:
             raise ValueError(f"{error}; remove {path} to export without test metrics") from None
-    return Facts(config, dataset, validation, test)
+    return Facts(settings, dataset, validation, test)
 
 
 def write_card(staging: Path, about: About, entries: Entries, facts: Facts, raw_ids: Sequence[str]) -> Entries:
     """Writes the card of an export with these other files; `raw_ids`: a few, for the example."""
     plain = raw_ids and all(re.fullmatch(r"[\w.-]+", raw_id) for raw_id in raw_ids)
-    ids, config = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"], facts.config
+    ids = list(raw_ids) if plain else ["ITEM", "ANOTHER ITEM"]
     dims = about.schema.dims(about.model.dim)
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True)
     templates.filters |= {"code": _code}
     text = templates.get_template("card.md.jinja").render(
         about=about,
-        config=config,
+        config=tomllib.loads(facts.settings),
         facts=facts,
         dataset=json.loads(facts.dataset),
         digest=hashlib.sha256(facts.dataset.encode()).hexdigest(),
@@ -73,14 +75,7 @@ def write_card(staging: Path, about: About, entries: Entries, facts: Facts, raw_
         metrics=_metrics(facts),
         tower=sum(map(math.prod, weight_shapes(about.model, about.schema).values())),
         tables=sum(table.rows * dims[table.name] for table in about.schema.tables),
-        # Paths without the folders of one machine.
-        toml=dump_toml(
-            replace(
-                config,
-                warm_start=Path(config.warm_start).name,
-                data=replace(config.data, path=Path(config.data.path).name),
-            )
-        ).strip(),
+        toml=facts.settings.strip(),
     )
     return _write(staging, about, entries, text)
 

@@ -37,6 +37,7 @@ from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.format import About, Contents, Entries, Source
 from logitmix.serving.items import ItemInputs, items_of
 from logitmix.serving.model import Precision, Scales, estimated, item_types, row_shapes
+from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, encoders_of, load_dataset
 from logitmix.trainer.data.limited import held_out, limited, said_of_limit
@@ -152,11 +153,11 @@ def export(
     )
     with process_group("cpu", config.comm.timeout_seconds, compared) as ranks:
         model = load_saved(final, which, ranks)
-        dataset = limited(config, dataset)
+        dataset = limited(config.data, dataset)
         tell = say if ranks.rank == 0 else lambda line: None
         if line := said_of_code(final):
             tell(line)
-        if line := said_of_limit(config, dataset):
+        if line := said_of_limit(config.data, dataset):
             tell(f"items: {line}")
         schema = served_schema(model.tower.schema)
         columns = filter_columns(filterable, dataset, catalog.items if catalog else "", tell) if filterable else {}
@@ -166,22 +167,24 @@ def export(
         if filterable is not None and not filterable and (could := ",".join(dataset_columns(dataset))):
             tell(f"requests cannot filter by features of the items; this export can keep --filterable {could}")
         about = About(
-            model.config.model,
+            config.model,
             Source(run.resolve().name, model.step, dataset.name),
             model.num_items,
-            excludes_history(model.config, dataset),
+            excludes_history(config.evaluate.exclude_history, config.data, dataset),
             schema,
             item_cache,
             precision,
             {name: column.kind for name, column in columns.items()},
         )
-        vocabulary = partial(known_values, dataset, held_out(model.config, dataset).trained(dataset), model)
+        vocabulary = partial(known_values, dataset, held_out(config.data, dataset).trained(dataset), model)
         encoders = encoders_of(dataset.path, schema).items()
         projections = {name: of.projection for name, of in encoders if of.projection is not None}
         of_dataset = DatasetItems(
             dataset.raw_id_column, dataset.title_column, dataset.item_features, vocabulary, columns, projections
         )
-        facts = read_facts(final, model.config, model.step, dataset.description(), model.validation)
+        shown = replace(config.data, path=Path(config.data.path).name)
+        settings = dump_toml(replace(config, warm_start=Path(config.warm_start).name, data=shown))
+        facts = read_facts(final, settings, model.step, dataset.description(), model.validation)
         if model.tower.schema.of("item") and (line := about_new_items(about)):
             tell(line)
         with ExitStack() as held:

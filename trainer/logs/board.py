@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from logitmix.common.files import naming
-from logitmix.trainer.config import COMPARED_WITH, Config, dump_toml, flatten
+from logitmix.trainer.config import COMPARED_WITH
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.run.metrics import RunProgress
 
@@ -41,11 +41,11 @@ SIDE_BY_SIDE = {
 class Board(Logger):
     """The event file of a run."""
 
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         """What a killed process wrote after `done` is hidden."""
-        self.config, self.folder, self.first_step = config, run / "tensorboard", done.step + 1
+        self.settings, self.folder, self.first_step = settings, run / "tensorboard", done.step + 1
         self.writer = SummaryWriter(str(self.folder), purge_step=self.first_step)
-        self.text("configuration", dump_toml(config))
+        self.text("configuration", (run / "config.toml").read_text(encoding="utf-8"))
         self.writer.add_custom_scalars(SIDE_BY_SIDE)
 
     def row(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -82,9 +82,8 @@ class Board(Logger):
         tags = {f"metrics_test/{name}": value for name, value in found.items()}
         for tag, value in tags.items():
             self.writer.add_scalar(tag, value, int(results["step"]))
-        flat = flatten(self.config)
         # TensorBoard would show a bool as 0.0 or 1.0, and takes no list.
-        settings = {name: value if type(value) in (int, float) else str(value) for name, value in flat.items()}
+        settings = {name: value if type(value) in (int, float) else str(value) for name, value in self.settings.items()}
         # SummaryWriter.add_hparams would make a separate run.
         for summary in hparams(settings, {tag: of for tag, of in tags.items() if "/groups/" not in tag}):
             self.writer._get_file_writer().add_summary(summary)
@@ -101,8 +100,8 @@ class Board(Logger):
             # FP32's bytes of single tables follow from their shares.
             drawn = row["wire/bytes_per_step"] and not rest.endswith("fp32_bytes_per_step")
             return (f"wire_by_table/{rest}" if "/" in rest.partition("/")[2] else name) if drawn else None
-        train = self.config.train
-        if first == "learning_rate" and train.schedule == "constant" and not train.warmup_steps:
+        constant = self.settings["train.schedule"] == "constant" and not self.settings["train.warmup_steps"]
+        if first == "learning_rate" and constant:
             return None
         group = TRAINING_TAGS.get(first)
         if group is None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from logitmix.common.files import parse_json, write_whole
 from logitmix.common.plugins import Registry
-from logitmix.trainer.config import Config
 from logitmix.trainer.run.metrics import RunProgress
 
 
@@ -21,10 +20,11 @@ class Logger:
     logger that raises an exception is left out for the rest of the run, which goes on: stderr has a line about it.
     """
 
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         """Before the first step of this process.
 
         run: the run directory, which exists.
+        settings: all settings of the run by name: {"train.epochs": 8.0, …}
         dataset: content of its dataset.json: name, users, items, actions, schema, …
         done: the checkpoint that the run goes on from; `done.step` is 0 for a new run, or for one that has evaluated
             what it starts from. An earlier process may have logged rows of later steps: they come again.

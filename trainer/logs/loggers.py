@@ -11,7 +11,6 @@ from logitmix.comm.process_group import Ranks
 from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
 from logitmix.common.messages import say
-from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.logs.logger import LOGGERS, Logger
 from logitmix.trainer.run.metrics import RunProgress, append_row, keep_rows
@@ -23,7 +22,7 @@ EXTRAS = {"tensorboard": "logitmix[train]", "mlflow": "logitmix[mlflow]", "wandb
 class RowsFile(Logger):
     """metrics.jsonl. The run itself reads its rows: unlike other loggers, it ends the run where it cannot write."""
 
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         self.run = run
         keep_rows(run, done.step, evaluated=bool(done.validation))
 
@@ -37,7 +36,7 @@ class Loggers:
     def __init__(
         self,
         run: Path,
-        config: Config,
+        settings: Mapping[str, Any],
         dataset: Dataset,
         done: RunProgress,
         ranks: Ranks,
@@ -50,8 +49,8 @@ class Loggers:
 
         def start() -> None:
             facts = from_json(dataset.description())
-            self.loggers = [RowsFile(), *made(config.train.loggers), *callbacks]
-            self._each("start", lambda logger: logger.start(run, config, facts, done))
+            self.loggers = [RowsFile(), *made(settings["train.loggers"]), *callbacks]
+            self._each("start", lambda logger: logger.start(run, settings, facts, done))
 
         on_first_rank(start, ranks)
 

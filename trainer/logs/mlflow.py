@@ -13,7 +13,6 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.logs.logger import Logger, Sent
 from logitmix.trainer.run.metrics import RunProgress
 
@@ -33,7 +32,7 @@ logging.getLogger("mlflow").setLevel(logging.WARNING)
 class MLflow(Logger):
     """A run of its own in MLflow: metrics as KIND/NAME, settings as parameters, texts as artifacts."""
 
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         local = f"sqlite:///{(run / 'mlflow.db').absolute()}"
         self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local)
         self.sent = Sent(run / "mlflow.json", done)
@@ -43,7 +42,7 @@ class MLflow(Logger):
             self.sent.begin(self.client.create_run(experiment, run_name=str(run), tags=tags).info.run_id)
         # What a resumed run has changed keeps the value it began with: MLflow takes no second one.
         noted = self.client.get_run(self.sent.id).data.params
-        new = {name: str(value)[:LONGEST] for name, value in flatten(config).items() if name not in noted}
+        new = {name: str(value)[:LONGEST] for name, value in settings.items() if name not in noted}
         self.client.log_batch(self.sent.id, params=[Param(name, value) for name, value in new.items()])
         self.client.update_run(self.sent.id, "RUNNING")
 

@@ -5,10 +5,11 @@ import resource
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -27,10 +28,8 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
 from logitmix.modules.schema import RECENCY, USER
-from logitmix.trainer.config import Config, TrainConfig
+from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
-from logitmix.trainer.data.lookups import Ints
-from logitmix.trainer.data.targets import said_of_targets
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.trace import StepTrace
 from logitmix.trainer.parallel.parallelize import ParallelModel, autocast, computes_bf16
@@ -69,13 +68,13 @@ class Telemetry:
         self.in_notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None
         self.has_bar = self.console.is_terminal or self.in_notebook
         self.spikes = Spikes()
-        self.pace = Pace(model.config.train, done, total_steps, minutes)
+        self.pace = Pace(model.train, done, total_steps, minutes)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
             # A notebook puts what is printed while another thread refreshes the bar into the bar's place.
             self.bar = Progress(BarColumn(20), line, console=self.console, auto_refresh=not self.in_notebook)
-            profile = model.config.train.profile
+            profile = model.train.profile
             self.trace = StepTrace(run, profile, done.step, self.say) if profile else None
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
             if done.step:
@@ -178,7 +177,7 @@ class Telemetry:
 
     def _diagnostics(self, pipeline: Pipeline) -> dict[str, float]:
         """The similarity's diagnostics of rank 0's first sequences; vectors become histograms."""
-        with autocast(self.model.config, self.ranks.device):
+        with autocast(self.model.train.precision, self.ranks.device):
             values = self.model.tower.diagnostics(pipeline.rows, pipeline.batch)
         if not all(value.isfinite().all() for value in values.values()):
             return {}  # the next step's check says what is wrong
@@ -242,16 +241,20 @@ def start_block(
     dataset: Dataset,
     model: ParallelModel,
     why_precision: str = "",
-    left_out: tuple[int, int] = (0, 0),
-    places: Ints | None = None,
-    said_of_negatives: str = "",
-    said_of_limit: str = "",
+    of_data: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """What will be trained, and where: lines of text, one for each table among them. `why_precision`: the reason for
-    the precision, if it was chosen automatically. `left_out`: users with actions before their sequence, and these
-    actions. `places`: those of the actions that may be targets; None: all. `said_of_negatives`: of explicit ones;
-    `said_of_limit`: of data.items."""
-    train, wire, ranks = model.config.train, model.config.comm, model.ranks
+    """Says what will be trained, and where.
+
+    Args:
+        dataset: What is trained on.
+        model: What is trained.
+        why_precision: The reason for the precision, if it was chosen automatically.
+        of_data: Lines about what of the dataset is used, by name; those that are empty are left out.
+
+    Returns:
+        Lines of text, one for each table among them.
+    """
+    train, wire, ranks, settings = model.train, model.wire.config, model.ranks, model.tower.config
     tables = sum(table.rows * table.dim for table in model.plan.values())
     tower = sum(weight.numel() for weight in model.tower.parameters())
     device, threads = ranks.device.type, train.threads
@@ -271,15 +274,9 @@ def start_block(
         "precision": precision,
         "wire": sent,
     }
-    data, features = model.config.data, model.config.model.features
-    if line := said_of_targets(dataset, places, data.targets, features, data.negatives):
-        block["targets"] = line
-    block |= {name: line for name, line in (("items", said_of_limit), ("negatives", said_of_negatives)) if line}
-    if left_out[0]:
-        longest = model.config.model.encoder.max_length
-        block["histories"] = f"{left_out[0]:,} users have more actions than {longest} (model.encoder.max_length): "
-        block["histories"] += f"their {left_out[1]:,} earlier ones are not trained on; with --train.stride, all are"
-    if (getattr(model.config.model.encoder, "times", False) or RECENCY in features) and not dataset.unit_of_times():
+    block |= {name: line for name, line in of_data.items() if line}
+    features = settings.features
+    if (getattr(settings.encoder, "times", False) or RECENCY in features) and not dataset.unit_of_times():
         block["times"] = "of no known unit, such as positions: the model takes their differences for times"
     each = train.batch_size // ranks.world_size
     if line := idle_ranks(train.batch_size, ranks.world_size):
@@ -307,9 +304,9 @@ def idle_ranks(batch_size: int, world_size: int) -> str:
     )
 
 
-def doubtful_settings(config: Config, sequences: int, items: int) -> list[str]:
+def doubtful_settings(train: TrainConfig, model: ModelConfig, sequences: int, items: int) -> list[str]:
     """Lines about settings that are too large for so many sequences and items, or do nothing beside the others."""
-    train, model, loss, lines = config.train, config.model, config.model.loss, list[str]()
+    loss, lines = model.loss, list[str]()
     for name, used, needs in (
         ("user_id_dropout", USER in model.features, f"{USER} in model.features"),
         ("wanted_dropout", model.wanted, "model.wanted"),

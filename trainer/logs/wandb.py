@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import wandb
 
-from logitmix.trainer.config import Config, flatten
 from logitmix.trainer.logs.logger import Logger, Sent
 from logitmix.trainer.run.metrics import RunProgress
 
@@ -18,7 +17,7 @@ class WandB(Logger):
     """A run of its own in W&B: metrics as KIND/NAME over `step`, settings as its config, texts in its summary. The
     variables WANDB_MODE, WANDB_PROJECT and the others that wandb reads choose the rest."""
 
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         self.sent = Sent(run / "wandb.json", done)
         if not self.sent.id:
             self.sent.begin(secrets.token_hex(4))
@@ -33,7 +32,7 @@ class WandB(Logger):
         )
         facts = {f"dataset.{name}": dataset[name] for name in ("name", "users", "items", "actions")}
         # A resumed run may have changed some.
-        self.run.config.update(flatten(config) | facts, allow_val_change=True)
+        self.run.config.update({**settings, **facts}, allow_val_change=True)
         # W&B's own count of steps never falls, but the test is that of the best checkpoint.
         self.run.define_metric("*", step_metric="step")
 

@@ -28,7 +28,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from logitmix.modules.embeddings import own_name
-from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, DenseConfig, TablesConfig, TableSettings
+from logitmix.trainer.config import TABLE_OPTIMIZERS, DenseConfig, TablesConfig, TableSettings
 
 ShardedCollection: TypeAlias = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 
@@ -142,10 +142,11 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
     return optimizer
 
 
-def bytes_per_weight(config: Config) -> int:
-    """Of the dense part: the weight, its gradient, the optimizer's state and the moving average, in FP32."""
-    moments = 0 if config.dense.optimizer == "sgd" else len(ADAM.states)
-    return 4 * (2 + moments + (config.train.ema > 0))
+def bytes_per_weight(config: DenseConfig, averaged: bool) -> int:
+    """Of the dense part: the weight, its gradient, the optimizer's state and, if it is averaged, the moving average, in
+    FP32."""
+    moments = 0 if config.optimizer == "sgd" else len(ADAM.states)
+    return 4 * (2 + moments + averaged)
 
 
 class TableOptimizers:

@@ -18,17 +18,19 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, Sha
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, Shard, ShardedTensor, ShardingEnv
 
 from logitmix.comm.collectives import all_reduce_sum
+from logitmix.comm.config import WireConfig
 from logitmix.comm.exchange import Wire
 from logitmix.comm.hooks import attach
 from logitmix.comm.process_group import Ranks, own_group
 from logitmix.modules.batch import Bags, Batch
+from logitmix.modules.config import ModelConfig
 from logitmix.modules.embeddings import EmbeddingTable, torchrec_name
 from logitmix.modules.initialize import initialized
 from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, model_schema
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, TablesConfig, TrainConfig
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
 from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
@@ -36,7 +38,7 @@ from logitmix.trainer.parallel.clipping import DetachedLookups
 from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.growing import GrowingTable, unique_ids, with_rows
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
-from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, describe, placed, plan_tables
+from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, TableRules, describe, placed, plan_tables
 from logitmix.trainer.parallel.replicas import SUFFIX, Replicas, by_host
 from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
@@ -54,7 +56,7 @@ class ParallelModel:
     wire: Wire
     ranks: Ranks
     replicas: Replicas
-    config: Config
+    train: TrainConfig
     cuts: DetachedLookups | None
     """On CUDA, with gradient clipping or several groups of ranks: where the backward of lookups waits."""
     average: MovingAverage | None
@@ -67,7 +69,7 @@ class ParallelModel:
     @property
     def cached(self) -> bool:
         """Whether a GPU caches rows of tables in the host's memory."""
-        return any(self.config.tables.of(name).cache_load_factor < 1 for name in self.plan)
+        return any(table.cache_load_factor < 1 for table in self.plan.values())
 
     @property
     def tower(self) -> Tower:
@@ -95,7 +97,9 @@ class ParallelModel:
         for sharded in weights:
             for shard, at, id_R in _parts_of(sharded, row_N, id_N):
                 column_C = _columns(shard)
-                shard.tensor.data[at] = _initial_rows(name, self.config, id_R, column_C).to(shard.tensor.dtype)
+                shard.tensor.data[at] = _initial_rows(
+                    name, self.table_optimizers.config, self.train.seed, id_R, column_C
+                ).to(shard.tensor.dtype)
         for state in states:
             for shard, at, _ in _parts_of(state, row_N, id_N):
                 shard.tensor.data[at] = 0
@@ -130,7 +134,7 @@ class ParallelModel:
         """The tower's losses, from the rows [V, D] of each table; autocast as configured."""
         if not self.tower.training:  # after an evaluation
             self.tower.train()
-        with autocast(self.config, self.ranks.device):
+        with autocast(self.train.precision, self.ranks.device):
             losses: dict[str, Tensor] = self.replicated(rows, batch)
             return losses
 
@@ -171,86 +175,109 @@ class ParallelModel:
         }
 
 
-def parallelize(schema: Schema, config: Config, ranks: Ranks, restored: bool = False) -> ParallelModel:
-    """Plans, shards, attaches the codecs, initializes and replicates a model that uses the features of the dataset's
-    `schema` named in `model.features`. The weights depend only on the seed; with `restored`, the tables' rows have no
-    values yet, as a checkpoint will fill them. Raises ValueError for settings of an
-    unknown table, settings that the device does not support, settings that leave the planner no room, and weights that
-    a module leaves without initial values.
+def parallelize(
+    schema: Schema,
+    model: ModelConfig,
+    tables: TablesConfig,
+    wire: WireConfig,
+    train: TrainConfig,
+    ranks: Ranks,
+    restored: bool = False,
+) -> ParallelModel:
+    """Plans, shards, attaches the codecs, initializes and replicates a model. The weights depend only on the seed.
+
+    Args:
+        schema: The features and tables of the model (`model_schema`).
+        model: Settings of the tower.
+        tables: Settings of the tables.
+        wire: Settings of the exchanges.
+        train: Its seed, clip, ema, precision and compile are used.
+        ranks: Those that the model is divided among.
+        restored: Leaves the tables' rows without values, because a checkpoint will fill them.
+
+    Raises:
+        ValueError: For settings that the device does not support or that leave the planner no room, and for weights
+            that a module leaves without initial values.
     """
-    model, embedded = unsharded(schema, config, ranks.device)
-    devices, size = Devices.of(ranks), config.tables.ranks_of_group(ranks.world_size)
-    plans = plan_tables(embedded, config, devices, ranks.group)
-    plan = describe(plans, embedded, config)
-    replicas = Replicas.of(ranks, size, config.comm.timeout_seconds)
-    collections = _shard(model.tables, placed(plans, replicas.first_rank, devices.per_host), config, ranks, replicas)
-    wire = attach(collections, config.comm, seed=derive_key("wire", config.train.seed))
+    rules = TableRules(tables, train.ema > 0, wire.parts)
+    collections, embedded = unsharded(schema, model, rules, ranks.device)
+    devices, size = Devices.of(ranks), tables.ranks_of_group(ranks.world_size)
+    plans = plan_tables(embedded, rules, devices, ranks.group)
+    replicas = Replicas.of(ranks, size, wire.timeout_seconds)
+    group_plans = placed(plans, replicas.first_rank, devices.per_host)
+    modules = _shard(collections.tables, group_plans, tables, wire.timeout_seconds, ranks, replicas)
+    attached = attach(modules, wire, seed=derive_key("wire", train.seed))
     sharded, pooled = [], []
-    for each in collections.values():
+    for each in modules.values():
         if isinstance(each, ShardedEmbeddingCollection):
-            sharded.append(ShardedTables.of(each, config.comm.parts))
+            sharded.append(ShardedTables.of(each, wire.parts))
         else:
             pooled.append(PooledTable.of(cast(ShardedEmbeddingBagCollection, each)))
-    optimizers = TableOptimizers(cast(Any, collections.values()), config.tables)
+    optimizers = TableOptimizers(cast(Any, modules.values()), tables)
     cuts = None
-    if config.train.clip or replicas.peers or ranks.device.type == "cuda":
-        cuts = DetachedLookups(cast(Any, collections.values()), optimizers, replicas, wire)
+    if train.clip or replicas.peers or ranks.device.type == "cuda":
+        cuts = DetachedLookups(cast(Any, modules.values()), optimizers, replicas, attached)
     if replicas.peers:
         for table in embedded:
-            wire.register(torchrec_name(table.name) + SUFFIX)
+            attached.register(torchrec_name(table.name) + SUFFIX)
 
-    generator = torch.Generator().manual_seed(derive_key("tower", config.train.seed))
-    tower = initialized(lambda: Tower(config.model, model.tower.schema), generator)
+    generator = torch.Generator().manual_seed(derive_key("tower", train.seed))
+    tower = initialized(lambda: Tower(model, schema), generator)
     losses = SampledLosses(tower.to(ranks.device), partial(all_reduce_sum, ranks=ranks))
-    if config.train.compile:
+    if train.compile:
         # It loads slowly.
         from logitmix.trainer.parallel.compiled import compile_towers
 
         compile_towers(losses, ranks.device)
-    dense = torch.bfloat16 if config.comm.dense == "bf16" else torch.float32
-    replicated = FlatLosses(losses, own_group(ranks, config.comm.timeout_seconds), dense)
-    stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
-    growing = {
-        table.name: GrowingTable(table, config.tables.of(table.name), ranks)
-        for table in model.tower.schema.tables
-        if table.values
-    }
+    dense = torch.bfloat16 if wire.dense == "bf16" else torch.float32
     parallel = ParallelModel(
-        sharded, pooled, optimizers, plan, replicated, wire, ranks, replicas, config, cuts, None, stream, growing
+        sharded,
+        pooled,
+        optimizers,
+        describe(plans, embedded, rules),
+        FlatLosses(losses, own_group(ranks, wire.timeout_seconds), dense),
+        attached,
+        ranks,
+        replicas,
+        train,
+        cuts,
+        average=None,
+        stream=torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None,
+        growing={
+            table.name: GrowingTable(table, tables.of(table.name), ranks) for table in schema.tables if table.values
+        },
     )
-    tables = parallel.shards()
+    shards = parallel.shards()
     if not restored:
-        _initialize(tables, config)
-    return replace(
-        parallel, average=MovingAverage(parallel.tower, tables, config.train.ema) if config.train.ema else None
-    )
+        _initialize(shards, tables, train.seed)
+    return replace(parallel, average=MovingAverage(parallel.tower, shards, train.ema) if train.ema else None)
 
 
-def unsharded(schema: Schema, config: Config, device: torch.device) -> tuple[RetrievalModel, list[EmbeddingTable]]:
-    """The model on the meta device, and its tables. Raises ValueError for settings of an unknown table and settings
-    that the device does not support."""
-    schema = model_schema(schema, config)
-    embedded = embedding_tables(schema, config, device)
+def unsharded(
+    schema: Schema, model: ModelConfig, rules: TableRules, device: torch.device
+) -> tuple[RetrievalModel, list[EmbeddingTable]]:
+    """The model on the meta device, and its tables. Raises ValueError for settings that the device does not support."""
+    embedded = embedding_tables(schema, rules, device)
     with torch.device("meta"):
-        return RetrievalModel(embedded, schema, config.model), embedded
+        return RetrievalModel(embedded, schema, model), embedded
 
 
-def embedding_tables(schema: Schema, config: Config, device: torch.device) -> list[EmbeddingTable]:
+def embedding_tables(schema: Schema, rules: TableRules, device: torch.device) -> list[EmbeddingTable]:
     """The tables of a model's schema with their configured precisions.
 
     Raises ValueError for settings that the device does not support.
     """
     found = []
     for each in schema.tables:
-        _require_supported(each.name, config, device)
-        of = config.tables.of(each.name)
+        _require_supported(each.name, rules, device)
+        of = rules.of(each.name)
         weighs = schema.weighs(each.name)
         found.append(EmbeddingTable(each.name, each.rows, each.dim, of.precision, of.pooled, weighs, each.values))
     return found
 
 
-def _require_supported(name: str, config: Config, device: torch.device) -> None:
-    settings = config.tables.of(name)
+def _require_supported(name: str, rules: TableRules, device: torch.device) -> None:
+    settings = rules.of(name)
     if settings.pooled and name == ITEM:
         raise ValueError(f"tables.{name}.pooled is true, but items are needed one by one; set it to false")
     if settings.sharding in BY_HOST and not settings.pooled:
@@ -270,16 +297,16 @@ def _require_supported(name: str, config: Config, device: torch.device) -> None:
             "a plugin; set it to fp32"
         )
     if settings.cache_load_factor < 1:
-        _require_cacheable(name, config, device)
-    if config.comm.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
+        _require_cacheable(name, rules, device)
+    if rules.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
         raise ValueError(
-            f"comm.parts is {config.comm.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a "
+            f"comm.parts is {rules.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a "
             "step; give --comm.parts 1 or another --tables.optimizer"
         )
 
 
-def _require_cacheable(name: str, config: Config, device: torch.device) -> None:
-    settings = config.tables.of(name)
+def _require_cacheable(name: str, rules: TableRules, device: torch.device) -> None:
+    settings = rules.of(name)
     said = f"tables.cache_load_factor is {settings.cache_load_factor:g} for table {name}, "
     mended = f"set tables.{name}.cache_load_factor to 1"
     if device.type == "cpu":
@@ -291,20 +318,22 @@ def _require_cacheable(name: str, config: Config, device: torch.device) -> None:
         )
     if settings.capacity:
         raise ValueError(f"{said}whose rows pass from value to value, which the cache does not know; {mended}")
-    if config.train.ema:
+    if rules.averaged:
         raise ValueError(f"{said}whose rows are not averaged; {mended}, or train.ema to 0")
-    if config.comm.parts > 1:
+    if rules.parts > 1:
         # FBGEMM's backward looks for rows where the latest forward has cached them.
-        raise ValueError(f"{said}whose rows are sent in one part, and comm.parts is {config.comm.parts}; set it to 1")
+        raise ValueError(f"{said}whose rows are sent in one part, and comm.parts is {rules.parts}; set it to 1")
 
 
-def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Ranks, replicas: Replicas) -> nn.ModuleDict:
+def _shard(
+    collections: nn.ModuleDict, plans: Plans, settings: TablesConfig, seconds: int, ranks: Ranks, replicas: Replicas
+) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
-        set_fused_optimizer(weight, config.tables.of(table_name(key)))
+        set_fused_optimizer(weight, settings.of(table_name(key)))
     comm, size = torchrec.distributed.comm, replicas.group.size()
     if any(plan.sharding_type in DIVIDED_BY_HOST for plan in plans.values()):
-        per_host = Devices.of(ranks).of_group(config.tables).per_host
-        comm._INTRA_PG, comm._CROSS_PG = by_host(ranks, size, per_host, config.comm.timeout_seconds)
+        per_host = Devices.of(ranks).of_group(settings).per_host
+        comm._INTRA_PG, comm._CROSS_PG = by_host(ranks, size, per_host, seconds)
     env, sharded = ShardingEnv.from_process_group(replicas.group), nn.ModuleDict()
     for name, each in collections.items():
         bags = isinstance(each, EmbeddingBagCollection)
@@ -317,9 +346,9 @@ def _shard(collections: nn.ModuleDict, plans: Plans, config: Config, ranks: Rank
     return sharded
 
 
-def autocast(config: Config, device: torch.device) -> torch.autocast:
-    assert config.train.precision != "auto", "precision.py comes before"
-    bf16 = config.train.precision == "bf16" and computes_bf16(device)
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    assert precision != "auto", "precision.py comes before"
+    bf16 = precision == "bf16" and computes_bf16(device)
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16)
 
 
@@ -329,7 +358,7 @@ def computes_bf16(device: torch.device) -> bool:
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
-def _initialize(tables: Mapping[str, ShardedTensor], config: Config) -> None:
+def _initialize(tables: Mapping[str, ShardedTensor], settings: TablesConfig, seed: int) -> None:
     """Fills rows from a truncated normal, each number a function of the seed and its place."""
     for name, sharded in tables.items():
         for shard in sharded.local_shards():
@@ -338,13 +367,12 @@ def _initialize(tables: Mapping[str, ShardedTensor], config: Config) -> None:
             for start in range(0, rows, _ROWS):
                 part = shard.tensor[start : start + _ROWS].detach()
                 row_R = torch.arange(row + start, row + start + len(part), device=part.device)
-                part.copy_(_initial_rows(name, config, row_R, column_C))
+                part.copy_(_initial_rows(name, settings, seed, row_R, column_C))
 
 
-def _initial_rows(name: str, config: Config, id_R: Tensor, column_C: Tensor) -> Tensor:
+def _initial_rows(name: str, settings: TablesConfig, seed: int, id_R: Tensor, column_C: Tensor) -> Tensor:
     """What the rows of some ids of a table start from, FP32 [R, C]."""
-    key = derive_key("table", name, config.train.seed)
-    return truncated_normal(key, id_R, column_C, config.tables.of(name).init_std)
+    return truncated_normal(derive_key("table", name, seed), id_R, column_C, settings.of(name).init_std)
 
 
 def _columns(shard: Shard) -> Tensor:

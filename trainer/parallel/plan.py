@@ -30,7 +30,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, Config, TablesConfig, TableSettings
+from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, TablesConfig, TableSettings
 from logitmix.trainer.parallel.by_host import plan_by_host
 from logitmix.trainer.parallel.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 from logitmix.trainer.parallel.row_map import map_bytes
@@ -111,28 +111,42 @@ class Devices:
         return Devices(ranks.world_size, per_host, ranks.device.type, memory, host)
 
 
+@dataclass(frozen=True)
+class TableRules:
+    """What decides how the tables are divided, and how much memory they take."""
+
+    settings: TablesConfig
+    averaged: bool
+    """Whether a moving average of their rows is kept (train.ema)."""
+    parts: int
+    """In how many parts rows are sent (comm.parts)."""
+
+    def of(self, name: str) -> TableSettings:
+        return self.settings.of(name)
+
+
 def plan_tables(
-    tables: Sequence[EmbeddingTable], config: Config, devices: Devices, group: dist.ProcessGroup | None = None
+    tables: Sequence[EmbeddingTable], rules: TableRules, devices: Devices, group: dist.ProcessGroup | None = None
 ) -> Plans:
     """The planner's choice within the configuration's limits, for the ranks of one group of tables.group_size, which
     are numbered from 0. With a process group, collective: rank 0's choice, on all ranks. Raises ValueError if the
     devices have no room.
     """
-    settings, job, devices = config.tables, devices, devices.of_group(config.tables)
-    _require_room(tables, config, devices)
+    settings, job, devices = rules.settings, devices, devices.of_group(rules.settings)
+    _require_room(tables, rules, devices)
     plans: dict[str, ParameterSharding] = plan_by_host(
         [table for table in tables if settings.of(table.name).sharding in BY_HOST],
         {table.name: settings.of(table.name).sharding for table in tables},
-        {table.name: _whole(table, config).device for table in tables},
+        {table.name: _whole(table, rules).device for table in tables},
         devices.world_size // devices.per_host,
         devices.per_host,
         devices.kind,
     )
     by_host = [table for table in tables if table.name in plans]
-    placed = max(of.device for of in bytes_by_rank(describe(plans, by_host, config), devices.world_size))
+    placed = max(of.device for of in bytes_by_rank(describe(plans, by_host, rules), devices.world_size))
     others = [table for table in tables if table.name not in plans]
     # The planner does not know of moving averages, so it is told of less room: what they take in equal shares.
-    averages = sum(_average_bytes(table, config) for table in others) // devices.world_size
+    averages = sum(_average_bytes(table, rules) for table in others) // devices.world_size
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=devices.world_size,
@@ -167,7 +181,7 @@ def plan_tables(
     for name, plan in plans.items():
         plan.compute_kernel = table_kernel(settings.of(name), devices.kind).value
         plan.cache_params = _cache(settings.of(name))
-    held = bytes_by_rank(describe(plans, tables, config), devices.world_size)
+    held = bytes_by_rank(describe(plans, tables, rules), devices.world_size)
     most, in_host = (max(of) for of in zip(*held, strict=True))
     if devices.bytes is not None and most > devices.bytes:
         raise ValueError(
@@ -198,15 +212,15 @@ def placed(plans: Plans, first_rank: int, per_host: int) -> Plans:
     return moved
 
 
-def _require_room(tables: Sequence[EmbeddingTable], config: Config, devices: Devices) -> None:
+def _require_room(tables: Sequence[EmbeddingTable], rules: TableRules, devices: Devices) -> None:
     """ValueError if the devices have no room for the tables however they are cut."""
     if devices.bytes is None:
         return
-    sizes = {table.name: _whole(table, config).device for table in tables}
+    sizes = {table.name: _whole(table, rules).device for table in tables}
     total, room = sum(sizes.values()), devices.bytes * (1 - _RESERVED)
     if total > room * devices.world_size:
         largest = max(tables, key=lambda table: sizes[table.name])
-        name, cached = largest.name, _fitting(largest, config, int(room * devices.world_size) - total)
+        name, cached = largest.name, _fitting(largest, rules, int(room * devices.world_size) - total)
         raise ValueError(
             f"the tables take {binary_size(total)} with their optimizers' state and moving averages, "
             f"{binary_size(sizes[name])} of it table {name}, and {devices.world_size} GPUs have "
@@ -215,16 +229,16 @@ def _require_room(tables: Sequence[EmbeddingTable], config: Config, devices: Dev
         )
 
 
-def _fitting(table: EmbeddingTable, config: Config, missing: int) -> str:
+def _fitting(table: EmbeddingTable, rules: TableRules, missing: int) -> str:
     """The share of the table's rows that GPUs may cache where they have no room for the rows; `missing` is negative."""
-    settings = config.tables.of(table.name)
+    settings = rules.of(table.name)
     plugin = settings.optimizer in TABLE_OPTIMIZERS.plugins
     # As parallelize.py refuses them.
-    refused = config.train.ema or plugin or settings.capacity or config.comm.parts > 1
+    refused = rules.averaged or plugin or settings.capacity or rules.parts > 1
     for factor in () if refused else _FACTORS:
-        cached = replace(_of(table, config, "table_wise", ()), cache_load_factor=factor)
+        cached = replace(_of(table, rules, "table_wise", ()), cache_load_factor=factor)
         whole = ShardPlace(0, 0, table.rows, 0, table.dim)
-        less = cached.held(whole).device - _whole(table, config).device
+        less = cached.held(whole).device - _whole(table, rules).device
         if factor < settings.cache_load_factor and less <= missing:
             return f"--tables.{table.name}.cache-load-factor {factor:g}, which keeps its rows in the hosts' memory, "
     return ""
@@ -237,18 +251,18 @@ _RESERVED = 0.15
 """Share of a GPU's memory that is not for tables."""
 
 
-def describe(plans: Plans, tables: Sequence[EmbeddingTable], config: Config) -> dict[str, TablePlan]:
+def describe(plans: Plans, tables: Sequence[EmbeddingTable], rules: TableRules) -> dict[str, TablePlan]:
     """The plans by table, as TablePlans."""
-    return {table.name: _describe(plans[table.name], table, config) for table in tables}
+    return {table.name: _describe(plans[table.name], table, rules) for table in tables}
 
 
-def _describe(parameter: Any, table: EmbeddingTable, config: Config) -> TablePlan:
+def _describe(parameter: Any, table: EmbeddingTable, rules: TableRules) -> TablePlan:
     shards = tuple(map(ShardPlace.of, parameter.sharding_spec.shards))
-    return _of(table, config, parameter.sharding_type, shards)
+    return _of(table, rules, parameter.sharding_type, shards)
 
 
-def _of(table: EmbeddingTable, config: Config, sharding: str, shards: tuple[ShardPlace, ...]) -> TablePlan:
-    settings = config.tables.of(table.name)
+def _of(table: EmbeddingTable, rules: TableRules, sharding: str, shards: tuple[ShardPlace, ...]) -> TablePlan:
+    settings = rules.of(table.name)
     return TablePlan(
         rows=table.rows,
         dim=table.dim,
@@ -256,17 +270,17 @@ def _of(table: EmbeddingTable, config: Config, sharding: str, shards: tuple[Shar
         optimizer=settings.optimizer,
         precision=table.precision,
         pooled=table.pooled,
-        bytes=_bytes(table, settings) + _average_bytes(table, config),
+        bytes=_bytes(table, settings) + _average_bytes(table, rules),
         shards=shards,
         cache_load_factor=settings.cache_load_factor,
         map_bytes=map_bytes(table.rows - 1, settings.admit_after) if table.values else 0,
     )
 
 
-def _whole(table: EmbeddingTable, config: Config) -> Held:
+def _whole(table: EmbeddingTable, rules: TableRules) -> Held:
     """What a rank would hold that had the table to itself."""
     whole = ShardPlace(0, 0, table.rows, 0, table.dim)
-    return _of(table, config, "table_wise", (whole,)).held(whole)
+    return _of(table, rules, "table_wise", (whole,)).held(whole)
 
 
 def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[Held]:
@@ -355,8 +369,8 @@ def _columns_per_rank(dim: int, world_size: int) -> int:
     return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * world_size >= dim)
 
 
-def _average_bytes(table: EmbeddingTable, config: Config) -> int:
-    return 4 * table.rows * table.dim if config.train.ema else 0
+def _average_bytes(table: EmbeddingTable, rules: TableRules) -> int:
+    return 4 * table.rows * table.dim if rules.averaged else 0
 
 
 def _bytes(table: EmbeddingTable, settings: TableSettings) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank
+from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank, own_result
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import check_file, json_digest
 from logitmix.common.messages import say
@@ -142,7 +142,7 @@ def restore_tables(model: "ParallelModel", optimizer: torch.optim.Optimizer, oth
     model.table_optimizers.restore(model.table_optimizers.state_dict(), steps)
 
 
-def restore(run: Path, model: "ParallelModel", optimizer: torch.optim.Optimizer) -> RunProgress:
+def restore(run: Path, config: Config, model: "ParallelModel", optimizer: torch.optim.Optimizer) -> RunProgress:
     """Loads the newest intact checkpoint in place, whatever number of ranks wrote it. Collective.
 
     Damaged ones that are newer are renamed to damaged-step-N, and a line on stderr says so; with `train.on_damage` stop
@@ -156,22 +156,22 @@ def restore(run: Path, model: "ParallelModel", optimizer: torch.optim.Optimizer)
     state = state_of(model, optimizer)
     # A rank without shards of a table does not know its optimizer's state.
     expected = {name: kind for kinds in on_all_ranks(lambda: kinds_in(state), ranks) for name, kind in kinds.items()}
-    opened, problems = _open_first(paths, _Wanted(model.config, model.tower.schema, expected), ranks)
+    opened, problems = _open_first(paths, _Wanted(config, model.tower.schema, expected), ranks)
     fill(state, opened.tensors)
     restore_tables(model, optimizer, opened.progress.step - opened.progress.skipped)
     for path, problem in problems.items():
         aside = on_first_rank(partial(_set_aside, path), ranks)
-        lost, goes_on = path.name.removeprefix("step-"), opened.progress.step
-        said = f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}"
-        _say_on_first(said, ranks)
+        if ranks.rank == 0:
+            lost, goes_on = path.name.removeprefix("step-"), opened.progress.step
+            say(f"{problem}: step {lost} is lost (kept in {aside}), and training continues from step {goes_on}")
     return opened.progress
 
 
-def restore_best(run: Path, model: "ParallelModel") -> int:
+def restore_best(run: Path, config: Config, model: "ParallelModel") -> int:
     """Loads the weights of the best checkpoint in place, and returns its step. The optimizers keep their state, so
     training must not go on. Collective; raises ValueError as `load_saved` does."""
     state = evaluated(model)
-    wanted = _Wanted(model.config, model.tower.schema, kinds_in(state), only_for_training(model.config))
+    wanted = _Wanted(config, model.tower.schema, kinds_in(state), only_for_training(config))
     opened = _choose(run, "best", wanted, model.ranks)
     fill(state, opened.tensors)
     model.forget_cached_rows()
@@ -252,8 +252,8 @@ def _choose(run: Path, which: Literal["best", "last"], wanted: _Wanted, ranks: R
         return [*unknown, *by_merit(known, wanted.config.evaluate.metric)] if which == "best" else list(found)
 
     opened, problems = _open_first(on_first_rank(candidates, ranks), wanted, ranks)
-    for path, problem in problems.items():
-        _say_on_first(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken", ranks)
+    for path, problem in problems.items() if ranks.rank == 0 else ():
+        say(f"{problem}: instead of {path.name}, step {opened.progress.step} of {run} is taken")
     return opened
 
 
@@ -263,7 +263,7 @@ def _open_first(paths: Sequence[Path], wanted: _Wanted, ranks: Ranks) -> tuple[_
     problems: dict[Path, str] = {}
     for path in paths:
         try:
-            opened = _open_on_all(path, wanted, ranks)
+            opened = own_result(partial(_open, path, wanted, ranks), ranks)
         except (ValueError, OSError) as error:
             problems[path] = str(error)
         else:
@@ -277,13 +277,6 @@ def _open_first(paths: Sequence[Path], wanted: _Wanted, ranks: Ranks) -> tuple[_
     raise ValueError(
         f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or use another run directory"
     )
-
-
-def _open_on_all(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
-    """As `_open`, but if one rank raises, all raise the same. Collective."""
-    found: list[_Opened] = []
-    on_all_ranks(lambda: found.append(_open(path, wanted, ranks)), ranks)
-    return found[0]
 
 
 def _open(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
@@ -300,8 +293,3 @@ def _open(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return _Opened(manifest.progress, tensors, manifest.files)
-
-
-def _say_on_first(line: str, ranks: Ranks) -> None:
-    if ranks.rank == 0:
-        say(line)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from logitmix.common.checked import Checked, fields_of, require_entry
 from logitmix.common.files import LARGEST
@@ -29,10 +29,6 @@ from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config
 from logitmix.trainer.run.folder import checkpoint_paths, fixed_settings, recorded_dataset
 from logitmix.trainer.run.metrics import RunProgress, require_shares
-
-if TYPE_CHECKING:
-    # As in checkpoint.py.
-    from logitmix.trainer.parallel.parallelize import ParallelModel
 
 MANIFEST = "checkpoint.json"
 FORMAT = Checked("logitmix checkpoint", 6)
@@ -77,10 +73,9 @@ class Manifest:
         return RunProgress(**{entry.name: getattr(self, entry.name) for entry in fields(RunProgress)})
 
 
-def described(model: "ParallelModel", progress: RunProgress) -> dict[str, Any]:
+def described(config: Config, schema: Schema, progress: RunProgress) -> dict[str, Any]:
     """The fields of the manifest but `dataset` and `files`."""
-    settings, schema = fixed_settings(model.config), model.tower.schema.to_mapping()
-    return asdict(progress) | {"settings": settings, "schema": schema}
+    return asdict(progress) | {"settings": fixed_settings(config), "schema": schema.to_mapping()}
 
 
 def dataset_digest(run: Path) -> str:

@@ -57,14 +57,15 @@ class Saver:
     def __init__(
         self,
         run: Path,
+        config: Config,
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         progressed: Callable[[], object] = lambda: None,
     ) -> None:
         """`progressed` is called on every rank, about every SIGN_OF_LIFE, while training waits for a checkpoint and any
         rank writes something of it."""
-        self.run, self.model, self.optimizer, self.ranks = run, model, optimizer, model.ranks
-        self.progressed = progressed
+        self.run, self.config, self.progressed = run, config, progressed
+        self.model, self.optimizer, self.ranks = model, optimizer, model.ranks
         self._pending: _Pending | None = None
         self._untidied: Path | None = None
         """The checkpoint that was committed last, until the older ones are removed and the upload has begun."""
@@ -85,7 +86,7 @@ class Saver:
         for once the checkpoint is on disk, or before if there is no room until older ones are removed.
         """
         self._goes_on = not wait
-        wait = wait or not self.model.config.train.save_in_background
+        wait = wait or not self.config.train.save_in_background
         self._finish()
         if self._upload is None:
             self._settle(wait=False)
@@ -147,7 +148,11 @@ class Saver:
         file = TensorFile(state)
         staging, needed = broadcast_object(staging_path(out), ranks), sum(on_all_ranks(lambda: file.bytes, ranks))
         pending = _Pending(
-            out, staging, needed, part_name(ranks.rank, ranks.world_size), described(self.model, progress)
+            out,
+            staging,
+            needed,
+            part_name(ranks.rank, ranks.world_size),
+            described(self.config, self.model.tower.schema, progress),
         )
 
         def make() -> None:
@@ -218,7 +223,7 @@ class Saver:
         """Removes the checkpoints that are not to be kept now that this one is saved. Collective."""
 
         def tidy() -> None:
-            remove_others(self.run, self.model.config)
+            remove_others(self.run, self.config)
             checksum_rows(self.run)
 
         self._once_saved(saved, self.run, tidy)
@@ -249,7 +254,7 @@ class Saver:
             shutil.rmtree(pending.staging, ignore_errors=True)
 
     def _tried(self, action: Callable[[], None]) -> bool:
-        return or_continue(action, self.model.config, self.ranks, GOES_ON if self._goes_on else "")
+        return or_continue(action, self.config, self.ranks, GOES_ON if self._goes_on else "")
 
 
 WRITTEN, WRITING, FAILED = range(3)
@@ -287,18 +292,18 @@ class _Pending:
         return {"bytes": file.bytes, "sha256": write_hashed(self.staging / self.part, takewhile(goes_on, file.parts()))}
 
 
-def prune(run: Path, model: ParallelModel) -> None:
+def prune(run: Path, config: Config, ranks: Ranks) -> None:
     """Removes what a save would have removed before the job was killed: all checkpoints but the best and the newest.
     To be called after `restore`, which sets damaged ones aside. Collective; if it fails, every rank raises OSError, or
     with `train.on_save_failure` continue, rank 0 says so."""
 
     def remove() -> None:
         try:
-            remove_others(run, model.config)
+            remove_others(run, config)
         except OSError as error:
             raise OSError(f"{error.filename} could not be removed ({error.strerror})") from None
 
-    or_continue(lambda: on_first_rank(remove, model.ranks), model.config, model.ranks)
+    or_continue(lambda: on_first_rank(remove, ranks), config, ranks)
 
 
 def _explained(error: OSError, out: Path, needed: int) -> OSError:

@@ -12,7 +12,8 @@ Axes: R rows of a shard of a table, S rows of a block, D width of a row.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length
+from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length, own_result
 from logitmix.common.storage import fetch, path_of
 from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, changed, conditions_of, flatten, model_schema
+from logitmix.trainer.config import Config, DataConfig, changed, conditions_of, flatten, model_schema
 from logitmix.trainer.data.batches import starts_of_parts
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.description import UNIT_NAMES, read_description
@@ -43,6 +44,7 @@ from logitmix.trainer.run.tensor_files import BLOCK_BYTES, Kind
 
 def warm_start(
     run: Path,
+    config: Config,
     dataset: Dataset,
     model: ParallelModel,
     optimizer: torch.optim.Optimizer | None = None,
@@ -54,11 +56,11 @@ def warm_start(
     `run` is not a run directory or has no intact checkpoint, if its dataset is missing or changed or has none of the
     items, if its weights do not fit, or if it was trained on what is held out now.
     """
-    saved = load_saved(run, ranks=model.ranks)
-    on_all_ranks(partial(_require_fit, run, saved, model), model.ranks)
-    on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, model.config, earlier), model.ranks)
-    on_all_ranks(partial(_require_same_unit, run, dataset), model.ranks)
-    fresh, renamed = _fresh(saved, model), _renamed(saved.tower, model.tower)
+    saved, ranks, schema = load_saved(run, ranks=model.ranks), model.ranks, model.tower.schema
+    on_all_ranks(partial(_require_fit, run, saved, config, model.tower), ranks)
+    on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, config, earlier), ranks)
+    on_all_ranks(partial(_require_same_unit, run, dataset), ranks)
+    fresh, renamed = _fresh(saved.tower, model.tower), _renamed(saved.tower, model.tower)
     taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
     own = model.tower.state_dict()
     # What is added to a sum begins as nothing. A component does not: its L2 norm would magnify gradients at zero.
@@ -70,31 +72,29 @@ def warm_start(
     }
     model.tower.load_state_dict({**own, **new, **taken_over})
     if optimizer:
-        on_all_ranks(partial(_require_states, run, saved, model), model.ranks)
+        on_all_ranks(partial(_require_states, run, saved, config, model), ranks)
         kept = {now: name for name, now in renamed.items() if now in taken_over}
-        on_all_ranks(partial(_take_states, saved, model, optimizer, kept), model.ranks)
-    before: list[Stored] = []
-    on_all_ranks(lambda: before.append(_stored(run, saved.config, earlier)), model.ranks)
-    counts = on_all_ranks(partial(_take_rows, saved, before[0], dataset, model, optimizer is not None), model.ranks)
+        on_all_ranks(partial(_take_states, saved, model, optimizer, kept), ranks)
+    here = _Values(dataset.path, dataset.schema, dataset.kept)
+    there = own_result(partial(_Values.of_run, run, saved.config.data, earlier), ranks)
+    counts = on_all_ranks(partial(_take_rows, saved, there, here, model, optimizer is not None), ranks)
     if optimizer:
         restore_tables(model, optimizer, 0)
     if model.average:
         # What is evaluated, should no step move the weights before.
         model.average.update(1)
-    totals = {
-        name: (sum(count[name] for count in counts), sharded.size()[0]) for name, sharded in model.shards().items()
-    }
-    taken = ", ".join(f"{known:,} of {rows:,} rows of table {name}" for name, (known, rows) in totals.items())
-    without = f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}" if fresh else ""
+    matched = {table.name: sum(count[table.name] for count in counts) for table in schema.tables}
+    taken = ", ".join(f"{matched[of.name]:,} of {of.rows:,} rows of table {of.name}" for of in schema.tables)
+    said = f"warm start from {run}, step {saved.step}: the tower"
+    if fresh:
+        said += f" without its {'similarity' if _OWN[0] in fresh else 'h-indexer'}"
+    said += f", and {taken}" + (", with their optimizers' states" if optimizer else "")
     of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
-    added = ", ".join(said for before, now in of_owners for said in now if said not in before)
-    said = f"warm start from {run}, step {saved.step}: the tower{without}, and {taken}"
-    tables = (*saved.tower.schema.tables, *model.tower.schema.tables)
-    passing = {table.name for table in tables if table.values}
-    matched = {name: of for name, of in totals.items() if name not in passing}
-    unlike = on_first_rank_at_length(partial(_unlike, run, saved, before[0], dataset, matched), model.ranks)
-    said += ", with their optimizers' states" if optimizer else ""
-    return "\n".join([said + (f"; new features: {added}" if added else ""), *unlike])
+    if added := ", ".join(feature for before, now in of_owners for feature in now if feature not in before):
+        said += f"; new features: {added}"
+    return "\n".join(
+        [said, *on_first_rank_at_length(partial(_unlike, run, saved, there, here, schema, matched), ranks)]
+    )
 
 
 def require_fit(first: Config, config: Config, schema: Schema) -> None:
@@ -119,7 +119,7 @@ _MAPS: Mapping[Owner, str] = {
 _PLACED = (*_MAPS.values(), "query_tower.time.")
 
 
-def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
+def _fresh(*towers: Tower) -> tuple[str, ...]:
     """Those of these parts that start as in any run."""
 
     def same(part: str) -> bool:
@@ -128,14 +128,13 @@ def _fresh(saved: SavedModel, model: ParallelModel) -> tuple[str, ...]:
         by_place = any("_features." in name for name in before)
         return before == now and (not by_place or _features(towers[0]) == _features(towers[1]))
 
-    towers, kinds = (saved.tower, model.tower), (saved.config.model.similarity.kind, model.config.model.similarity.kind)
-    similarity, hindexer = _OWN
-    if kinds[0] != kinds[1] or not same(similarity):
+    (before, now), (similarity, hindexer) = (tower.config.similarity.kind for tower in towers), _OWN
+    if before != now or not same(similarity):
         return _OWN
     return () if same(hindexer) else (hindexer,)
 
 
-def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
+def _require_fit(run: Path, saved: SavedModel, config: Config, tower: Tower) -> None:
     path = fetch(saved.config.data.path)
     there = path / "dataset.json"
     if not there.is_file() or there.read_text(encoding="utf-8") != recorded_dataset(run):
@@ -144,8 +143,8 @@ def _require_fit(run: Path, saved: SavedModel, model: ParallelModel) -> None:
             "restore it, and prepare the grown dataset into another directory"
         )
     read_description(path)
-    if not _fits(saved.tower, model.tower):
-        differences = _differences(saved.config, model.config, saved.tower, model.tower)
+    if not _fits(saved.tower, tower):
+        differences = _differences(saved.config, config, saved.tower, tower)
         raise ValueError(f"the weights of {run} do not fit: {differences}")
 
 
@@ -179,18 +178,13 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config, ea
 def _require_same_unit(run: Path, dataset: Dataset) -> None:
     """ValueError if the times of the two datasets are known to be in different units: recency and times would mean
     something else, and a split by time would compare them."""
-    before, now = (_unit(text) for text in (recorded_dataset(run), dataset.description()))
+    times = (json.loads(text).get("times") for text in (recorded_dataset(run), dataset.description()))
+    before, now = (UNIT_NAMES.get(str(of.get("unit"))) if isinstance(of, dict) else None for of in times)
     if before and now and before != now:
         raise ValueError(
             f"the times of {run} are in {before}, and those of {dataset.path} in {now}; prepare both from times in the "
             "same unit"
         )
-
-
-def _unit(description: str) -> str | None:
-    """The name of the unit of a dataset's times, if its dataset.json says one."""
-    times = json.loads(description).get("times")
-    return UNIT_NAMES.get(str(times.get("unit"))) if isinstance(times, dict) else None
 
 
 def _held_out_since(config: Config, dataset: Dataset) -> int:
@@ -264,13 +258,12 @@ def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower
     return "; ".join(said)
 
 
-def _require_states(run: Path, saved: SavedModel, model: ParallelModel) -> None:
+def _require_states(run: Path, saved: SavedModel, config: Config, model: ParallelModel) -> None:
     """ValueError if the other run's optimizers keep something else."""
     tables = {table.name for table in saved.tower.schema.tables} & set(model.shards())
     before, now = (
-        {"dense": config.dense.optimizer}
-        | {f"tables.{name}": config.tables.of(name).optimizer for name in sorted(tables)}
-        for config in (saved.config, model.config)
+        {"dense": of.dense.optimizer} | {f"tables.{name}": of.tables.of(name).optimizer for name in sorted(tables)}
+        for of in (saved.config, config)
     )
     for name, optimizer in before.items():
         if now[name] != optimizer:
@@ -293,21 +286,56 @@ def _take_states(
             saved.tensors.read(saved_as, (0,) * state.ndim, state)
 
 
-Stored = Callable[[str], Iterator[pa.Array]]
-"""What the rows of a table stand for, by its name."""
+@dataclass(frozen=True)
+class _Values:
+    """What the rows of a dataset's tables stand for, read some at a time."""
+
+    path: Path
+    schema: Schema
+    kept: np.ndarray | None
+    """The items that a run is limited to; None: all."""
+
+    @staticmethod
+    def of_run(run: Path, config: DataConfig, dataset: Dataset | None) -> "_Values":
+        """Those of another run, with its settings; `dataset`: its own, if it is loaded."""
+        path = path_of(config.path)
+        kept = kept_items(config, dataset or load_dataset(path)) if config.items else None
+        return _Values(path, read_schema(run), kept)
+
+    def blocks(self, table: str) -> Iterator[tuple[int, pa.Array]]:
+        """The values of a table by row, and the row of the first of them."""
+        first = 0
+        for array in stored_values(self.path, self.schema, table, self.kept):
+            yield first, array
+            first += len(array)
+
+    def of_rows(self, table: str, row_N: np.ndarray) -> pa.ChunkedArray:
+        """The values of some rows, in their order."""
+        order_N, found = np.argsort(row_N), []
+        for first, array in self.blocks(table):
+            within = slice(*np.searchsorted(row_N[order_N], [first, first + len(array)]))
+            found.append(array.take(pa.array(row_N[order_N][within] - first)))
+        return pa.chunked_array(found).take(pa.array(np.argsort(order_N)))
+
+    def rows(self, table: str, wanted: pa.ChunkedArray) -> np.ndarray:
+        """The row of each value, int64 [R]; -1 for one that is not there."""
+        row_R = np.full(len(wanted), -1)
+        for first, array in self.blocks(table):
+            at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
+            row_R = np.where(at_R >= 0, at_R + first, row_R)
+        return row_R
+
+    def example(self, table: str, others: "_Values") -> str:
+        """The first value that is not "" and that the others lack, cut to 40 letters."""
+        for _, array in self.blocks(table):
+            named = array.filter(pc.not_equal(array, ""))
+            new_N = np.flatnonzero(others.rows(table, pa.chunked_array([named])) < 0)
+            if len(new_N):
+                return str(named[int(new_N[0])])[:40]
+        return ""
 
 
-def _stored(run: Path, config: Config, dataset: Dataset | None) -> Stored:
-    """That of the other run; `dataset`: its own, if it is loaded."""
-    path, kept = path_of(config.data.path), None
-    if config.data.items:
-        kept = kept_items(config, dataset or load_dataset(path))
-    return partial(stored_values, path, read_schema(run), kept=kept)
-
-
-def _take_rows(
-    saved: SavedModel, before: Stored, dataset: Dataset, model: ParallelModel, states: bool
-) -> dict[str, int]:
+def _take_rows(saved: SavedModel, there: _Values, here: _Values, model: ParallelModel, states: bool) -> dict[str, int]:
     """Fills this rank's shards of all tables, and of their optimizers' `states`; returns, by table, how many of its
     rows the other run had. Rows split by columns count on the rank of their first columns, and copies once."""
     known = {table.name for table in saved.tower.schema.tables}
@@ -317,22 +345,18 @@ def _take_rows(
         counts[name] = 0
         if name not in known:
             continue
-        here = partial(stored_values, dataset.path, dataset.schema, name, dataset.kept)
-        there = partial(before, name)
-        inherited = _inherited(saved, name, model.growing[name], here, there) if name in model.growing else None
+        inherited_R = _inherited(saved, name, model.growing[name], here, there) if name in model.growing else None
         matched: dict[tuple[int, int], np.ndarray] = {}
-        kept = [(partial(_state, saved, name, key, of), of) for key, of in of_states.get(name, {}).items()]
-        for read_rows, tensor in [(partial(saved.read_rows, name), sharded), *kept]:
+        for key, tensor in {"": sharded, **of_states.get(name, {})}.items():
             for shard in tensor.local_shards() if isinstance(tensor, ShardedTensor) else ():
                 (row, *column), (rows, *columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-                if (row, rows) not in matched:
-                    if inherited is not None:
-                        matched[row, rows] = inherited[row : row + rows]
-                    else:
-                        places = _places(_between(here(), row, row + rows), there())
-                        matched[row, rows] = _rows_of(saved, name, places)
+                if inherited_R is not None:
+                    matched[row, rows] = inherited_R[row : row + rows]
+                elif (row, rows) not in matched:
+                    place_R = there.rows(name, here.of_rows(name, np.arange(row, row + rows)))
+                    matched[row, rows] = _rows_of(saved, name, place_R)
                 old_R, part = matched[row, rows], [slice(a, a + n) for a, n in zip(column, columns, strict=True)]
-                for start, row_SD in _blocks(saved, name, read_rows):
+                for start, row_SD in _blocks(saved, name, key, tensor):
                     at_N = np.flatnonzero((old_R >= start) & (old_R < start + len(row_SD)))
                     values_ND = row_SD[torch.from_numpy(old_R[at_N] - start)][(slice(None), *part)]
                     shard.tensor.detach()[torch.from_numpy(at_N)] = values_ND.to(shard.tensor)
@@ -341,14 +365,21 @@ def _take_rows(
     return counts
 
 
-def _state(saved: SavedModel, name: str, key: str, now: ShardedTensor, start: int, stop: int) -> Tensor:
-    """What an optimizer keeps for rows of a table from `start` to `stop`, excluded."""
-    _, *columns = now.size()
-    saved_as, rows = f"table_optimizers/{name}/{key}", saved.tower.schema.table(name).rows
-    saved.tensors.check({saved_as: Kind(now.dtype, (rows, *columns))}, beside=("",))
-    of_rows = torch.empty(stop - start, *columns, dtype=now.dtype)
-    saved.tensors.read(saved_as, (start, *(0 for _ in columns)), of_rows)
-    return of_rows
+def _blocks(saved: SavedModel, name: str, key: str, now: ShardedTensor) -> Iterator[tuple[int, Tensor]]:
+    """The other run's rows [S, ...] of a table, or what its optimizer keeps of them as `key`, some at a time, and the
+    place of the first one."""
+    table, (_, *columns) = saved.tower.schema.table(name), now.size()
+    saved_as, size = f"table_optimizers/{name}/{key}", max(1, BLOCK_BYTES // (4 * table.dim))
+    if key:
+        saved.tensors.check({saved_as: Kind(now.dtype, (table.rows, *columns))}, beside=("",))
+    for start in range(0, table.rows, size):
+        count = min(size, table.rows - start)
+        if not key:
+            yield start, saved.read_rows(name, start, start + count)
+            continue
+        of_rows = torch.empty(count, *columns, dtype=now.dtype)
+        saved.tensors.read(saved_as, (start, *(0 for _ in columns)), of_rows)
+        yield start, of_rows
 
 
 def _rows_of(saved: SavedModel, name: str, place_N: np.ndarray) -> np.ndarray:
@@ -359,30 +390,17 @@ def _rows_of(saved: SavedModel, name: str, place_N: np.ndarray) -> np.ndarray:
     return np.where((row_N > 0) | (place_N == 0), row_N, -1)
 
 
-def _inherited(
-    saved: SavedModel,
-    name: str,
-    growing: GrowingTable,
-    here: Callable[[], Iterator[pa.Array]],
-    there: Callable[[], Iterator[pa.Array]],
-) -> np.ndarray:
+def _inherited(saved: SavedModel, name: str, growing: GrowingTable, here: _Values, there: _Values) -> np.ndarray:
     """Gives rows of a table, as far as there is room, to the values that had some in the other run, and has its
     candidates wait for one. Returns, for each row, that which its value had in the other run, or -1 [R]."""
-
-    def now(named: Named) -> Named:
-        return named._replace(id=_places(_taken(there(), named.id), here()))
-
-    def known(named: Named) -> Named:
-        return Named(*(of[named.id > 0] for of in named))
-
+    were = saved.named(name)
+    are = [of._replace(id=here.rows(name, there.of_rows(name, of.id))) for of in were]
     whole = RowMap(growing.map.layout.capacity, growing.map.admit_after, growing.map.evict)
-    were, waited = saved.named(name)
-    are = now(were)
-    whole.adopt(known(are), known(now(waited)))
+    whole.adopt(*(Named(*(each[of.id > 0] for each in of)) for of in are))
     growing.adopt(whole)
-    row_N = whole.find(are.id.clip(0))
+    row_N = whole.find(are[0].id.clip(0))
     inherited_R = np.full(1 + whole.layout.capacity, -1)
-    inherited_R[row_N] = np.where(row_N > 0, saved.rows_of(name, were.id), 0)
+    inherited_R[row_N] = np.where(row_N > 0, saved.rows_of(name, were[0].id), 0)
     inherited_R[0] = 0
     return inherited_R
 
@@ -392,73 +410,25 @@ FEW = 0.5
 
 
 def _unlike(
-    run: Path, saved: SavedModel, stored: Stored, dataset: Dataset, totals: Mapping[str, tuple[int, int]]
+    run: Path, saved: SavedModel, there: _Values, here: _Values, schema: Schema, matched: Mapping[str, int]
 ) -> list[str]:
     """A line for each table that has few values in common with the other run's, which are spelled in another way
-    perhaps; ValueError if no item is in common. `totals`: of each table, the matched rows, and all."""
-    lines, before = [], path_of(saved.config.data.path)
-    rows_before = {table.name: table.rows for table in saved.tower.schema.tables}
-    for name, (matched, rows) in totals.items():
+    perhaps; ValueError if no item is in common. `matched`: of each table, the rows that the other run had. Tables whose
+    rows pass from value to value have those that there is room for."""
+    lines = []
+    rows_before = {table.name: table.rows for table in saved.tower.schema.tables if not table.values}
+    for table in schema.tables:
         # The row of unknown values is in every table.
-        common, own = matched - 1, rows - 1
-        if name not in rows_before or common >= FEW * min(own, rows_before[name] - 1):
+        name, common, own = table.name, matched[table.name] - 1, table.rows - 1
+        if table.values or name not in rows_before or common >= FEW * min(own, rows_before[name] - 1):
             continue
-        here = partial(stored_values, dataset.path, dataset.schema, name, dataset.kept)
-        there = partial(stored, name)
         what = "id" if name in (ITEM, USER) else "value"
-        examples = f"a new {what}: {_first_new(here(), there)!r}, one of the other run: {_first_new(there(), here)!r}"
+        examples = f"a new {what}: {here.example(name, there)!r}, one of the other run: {there.example(name, here)!r}"
         if name == ITEM and not common:
             raise ValueError(
-                f"{run} has none of the {own:,} items of {dataset.path} ({examples}); spell ids as {before} does, or "
+                f"{run} has none of the {own:,} items of {here.path} ({examples}); spell ids as {there.path} does, or "
                 "train without a warm start"
             )
         count = f"{common:,} of {own:,} {what}s are those" if common else f"none of {own:,} {what}s is one"
         lines.append(f"warm start: table {name}: {count} of the other run ({examples}); the rest starts as in any run")
     return lines
-
-
-def _first_new(values: Iterator[pa.Array], known: Callable[[], Iterator[pa.Array]]) -> str:
-    """The first value that is not known and is not "", cut to 40 letters."""
-    for array in values:
-        named = array.filter(pc.not_equal(array, ""))
-        new_N = np.flatnonzero(_places(pa.chunked_array([named]), known()) < 0)
-        if len(new_N):
-            return str(named[int(new_N[0])])[:40]
-    return ""
-
-
-def _between(values: Iterator[pa.Array], start: int, stop: int) -> pa.ChunkedArray:
-    """The values from place `start` to `stop`, excluded."""
-    place, kept = 0, []
-    for array in values:
-        kept.append(array[max(0, start - place) : max(0, stop - place)])
-        place += len(array)
-    return pa.chunked_array(kept)
-
-
-def _taken(values: Iterator[pa.Array], place_N: np.ndarray) -> pa.ChunkedArray:
-    """The values at these places."""
-    order, start, kept = np.argsort(place_N), 0, []
-    for array in values:
-        within = slice(*np.searchsorted(place_N[order], [start, start + len(array)]))
-        kept.append(array.take(pa.array(place_N[order][within] - start)))
-        start += len(array)
-    return pa.chunked_array(kept).take(pa.array(np.argsort(order)))
-
-
-def _places(wanted: pa.ChunkedArray, values: Iterator[pa.Array]) -> np.ndarray:
-    """The place of each wanted value among `values`, int64 [R]; -1 if it is not there."""
-    found_R, place = np.full(len(wanted), -1), 0
-    for array in values:
-        at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
-        found_R = np.where(at_R >= 0, at_R + place, found_R)
-        place += len(array)
-    return found_R
-
-
-def _blocks(saved: SavedModel, name: str, read_rows: Callable[[int, int], Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """What there is for the rows [S, ...] of a table, some at a time, and the place of the first one."""
-    table = saved.tower.schema.table(name)
-    size = max(1, BLOCK_BYTES // (4 * table.dim))
-    for start in range(0, table.rows, size):
-        yield start, read_rows(start, min(start + size, table.rows))

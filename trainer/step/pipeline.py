@@ -14,11 +14,11 @@ Axes: V unique ids of a table that a batch names, D width of its rows.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from math import inf
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -121,6 +121,12 @@ class Prefetched(NamedTuple):
     rows: RowExchange
 
 
+class Batches(Protocol):
+    """Batches of a run, by step."""
+
+    def at(self, step: int, /) -> Batch: ...
+
+
 class Pipeline:
     """Trains a model step by step, on all ranks together.
 
@@ -156,15 +162,15 @@ class Pipeline:
         self,
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
-        make_batch: Callable[[int], Batch],
+        batches: Batches,
         total: int,
         done: RunProgress | None = None,
         minutes: float = inf,
     ) -> None:
-        """`make_batch` returns this rank's part of batch 0 to `total` - 1, on the CPU; it is called in a thread. `done`
-        is the run's progress so far, and `minutes` what it has for training in all, evaluations included."""
+        """A thread asks `batches` for this rank's part of batch 0 to `total` - 1, on the CPU. `done` is the run's
+        progress so far, and `minutes` what it has for training in all, evaluations included."""
         done = done or RunProgress()
-        self.model, self.optimizer, self.make_batch = model, optimizer, make_batch
+        self.model, self.optimizer, self.batches = model, optimizer, batches
         self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
         self.clock = Clock(model.ranks.device, done.seconds, done.step_seconds)
         self.minutes, self.reserved, self.time_passed = minutes, 0.0, 0.0
@@ -338,7 +344,7 @@ class Pipeline:
             counted = self.logged and (self._checks is None or _broken_rank(self._checks.read()) == _FINITE)
             self.wire_counts = self.model.wire.pop_counts() if counted else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
-            scale = self._clip_gradients(self._rows) if self.model.config.train.clip else None
+            scale = self._clip_gradients(self._rows) if self.model.train.clip else None
             self._rows.apply_gradients(next_batch, scale)
         with self.clock("optimizer"):
             if finite is not None:
@@ -368,7 +374,7 @@ class Pipeline:
         rows'."""
         squares = all_reduce_sum(rows.receive_gradients(), self.model.ranks)
         self.total_norm = (squares + self.gradient_norm.double().square()).sqrt().float()
-        scale = clip_scale(self.total_norm, self.model.config.train.clip)
+        scale = clip_scale(self.total_norm, self.model.train.clip)
         torch._foreach_mul_(self.model.tower_gradients(), scale)
         return scale
 
@@ -377,9 +383,9 @@ class Pipeline:
         if number >= self.total:
             return None
         with self.clock("data"):
-            making = self._making or self._thread.submit(self.make_batch, number)
+            making = self._making or self._thread.submit(self.batches.at, number)
             batch = making.result()
-            self._making = self._thread.submit(self.make_batch, number + 1) if number + 1 < self.total else None
+            self._making = self._thread.submit(self.batches.at, number + 1) if number + 1 < self.total else None
         with self.clock("all_to_all"):
             batch = self.model.placed(batch, number + 1)
             rows = self.model.row_exchange(batch.ids)
@@ -387,19 +393,17 @@ class Pipeline:
             return Prefetched(self.model.to_device(batch), rows)
 
     def _set_learning_rates(self, finite: Tensor | None) -> None:
-        config = self.model.config
-        train = config.train
+        train, tables = self.model.train, self.model.table_optimizers
         factor = learning_rate_factor(train.schedule, train.warmup_steps, self.step, self.total, self.time_passed)
         for group in self.optimizer.param_groups:
-            group["lr"] = factor * config.dense.lr
-        self.model.table_optimizers.begin_step(factor, finite)
-        self.learning_rates = {"dense": factor * config.dense.lr, "tables": factor * config.tables.lr}
-        for name, settings in config.tables.by_name.items():
-            if "lr" in settings:
-                self.learning_rates[f"tables/{name}"] = factor * config.tables.of(name).lr
+            group["lr"] = factor * self.optimizer.defaults["lr"]
+        tables.begin_step(factor, finite)
+        rates = {"dense": self.optimizer.defaults["lr"], "tables": tables.config.lr}
+        rates |= {f"tables/{name}": of["lr"] for name, of in tables.config.by_name.items() if "lr" in of}
+        self.learning_rates = {name: factor * rate for name, rate in rates.items()}
 
     def _is_logged(self, step: int) -> bool:
-        return step % self.model.config.train.log_every == 0 or step == self.total
+        return step % self.model.train.log_every == 0 or step == self.total
 
     def _require(self, call: str, *states: State) -> None:
         needed = " or ".join(map(repr, states))

@@ -7,9 +7,9 @@ rows, and a separate generator of random numbers.
 """
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import torch
 
@@ -20,7 +20,6 @@ from logitmix.modules.config import ModelConfig
 from logitmix.modules.initialize import initialized
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config
 from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.parallel.parallelize import computes_bf16
 from logitmix.trainer.run.folder import checkpoint_paths, read_config
@@ -32,26 +31,29 @@ BATCHES, SECONDS = 10, 1.5
 """Measuring ends after this many batches or seconds of CPU time, whichever comes first."""
 
 
-def choose_precision(config: Config, run: Path, batches: TrainingBatches, ranks: Ranks) -> tuple[Config, str]:
-    """The configuration with fp32 or bf16 instead of auto, the same on every rank, and the reason ("" if nothing was to
-    be chosen). A run with checkpoints keeps its precision. Measuring takes a second or two, or a batch if that is
-    longer.
+Precision = Literal["auto", "bf16", "fp32"]
+
+
+def choose_precision(
+    wanted: Precision, config: ModelConfig, run: Path, batches: TrainingBatches, ranks: Ranks
+) -> tuple[Precision, str]:
+    """Returns the precision `wanted` (train.precision), with fp32 or bf16 instead of auto, the same on every rank, and
+    the reason ("" if nothing was to be chosen). A run with checkpoints keeps its precision. Measuring takes a second or
+    two, or a batch if that is longer.
 
     Raises ValueError on every rank if the run's configuration cannot be read. Collective.
     """
-    if config.train.precision != "auto":
-        return config, ""
+    if wanted != "auto":
+        return wanted, ""
     if noted := on_first_rank(lambda: read_config(run).train.precision if checkpoint_paths(run) else None, ranks):
-        precision, why = noted, "as the run began"
-    elif ranks.device.type == "cuda":
-        precision, why = "bf16", "GPUs are faster in it"
-    elif agreed(not computes_bf16(ranks.device), ranks):
-        precision, why = "fp32", "this CPU has no BF16 arithmetic"
-    else:
-        fp32, bf16 = map(mean, zip(*on_all_ranks(lambda: _seconds_a_step(config.model, batches), ranks), strict=True))
-        precision = "bf16" if fp32 > bf16 * (1 + GAIN) else "fp32"
-        why = f"loss and gradients take {fp32 * 1000:,.0f} ms a step in FP32, {bf16 * 1000:,.0f} ms in BF16"
-    return replace(config, train=replace(config.train, precision=precision)), why
+        return noted, "as the run began"
+    if ranks.device.type == "cuda":
+        return "bf16", "GPUs are faster in it"
+    if agreed(not computes_bf16(ranks.device), ranks):
+        return "fp32", "this CPU has no BF16 arithmetic"
+    fp32, bf16 = map(mean, zip(*on_all_ranks(lambda: _seconds_a_step(config, batches), ranks), strict=True))
+    why = f"loss and gradients take {fp32 * 1000:,.0f} ms a step in FP32, {bf16 * 1000:,.0f} ms in BF16"
+    return "bf16" if fp32 > bf16 * (1 + GAIN) else "fp32", why
 
 
 def _seconds_a_step(config: ModelConfig, batches: TrainingBatches) -> tuple[float, float]:

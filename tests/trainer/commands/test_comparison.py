@@ -292,7 +292,7 @@ def test_more_minutes_begin_anew_where_mol_was_interrupted_in_its_first_run(
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "_test", interrupted)
+        patch.setattr(loop.checkpoint, "restore_best", interrupted)
         compare(str(data), out, 5, ["mol"], 1)
     assert checkpoint_paths(out / "mol" / "start") and not checkpoint_paths(out / "mol")
     with pytest.raises(ValueError, match=r"mol was trained for 5 minutes; give --minutes 5 or more"):

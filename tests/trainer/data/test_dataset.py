@@ -1,6 +1,5 @@
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,6 +13,7 @@ import pytest
 import small_data
 
 from logitmix.modules.schema import Owner, Schema, Table
+from logitmix.trainer.data.check import check_dataset
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
 from logitmix.trainer.prepare.config import PrepareOptions
@@ -90,23 +90,92 @@ def columns_of(items: Any = LISTS, times: Any = LISTS, index: Sequence[int] = (0
     return {"user_index": index, "item_indices": items, "timestamps": times}
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (columns_of(index=[0, 2, 1]), "its rows are not 0 to 2 in order"),
-        ({"user_index": [0, 1, 2], "item_indices": LISTS}, "no column timestamps; there are: user_index, item_indices"),
-        (columns_of([[0, None, 1], [2], [1, 1]]), "empty values in column item_indices"),
-        (columns_of([0, 1, 2]), "column item_indices is of type int64, not a list"),
-        (columns_of(LISTS[:2], LISTS[:2], [0, 1]), "2 users and up to 4 actions, but dataset.json says 3 and 6"),
-        (columns_of(times=[[0, 1, 2], [2], [1]]), "column timestamps has lists that are not as long as item_indices"),
-        (columns_of([[0.5, 1, 2], [2], [1, 1]]), "column item_indices has values of type double, not int64"),
-        (columns_of([*LISTS, [0]], [*LISTS, [0]], [0, 1, 2, 3]), "4 users and up to 7 actions"),
-    ],
-)
-def test_wrong_sequences_are_named(made: Path, columns: dict[str, object], message: str) -> None:
-    replace_sequences(made, columns)
-    with pytest.raises(ValueError, match=f"^{made}: .*{message}.*; make it again with: logitmix prepare NAME"):
-        load_dataset(made)
+def actions(*given: Any, name: str = "part-00000.parquet", **named: Any) -> Callable[[Path], None]:
+    return lambda path: replace_sequences(path, columns_of(*given, **named), name)
+
+
+def latest(time: int) -> Callable[[Path], None]:
+    kind = pa.list_(pa.uint64() if time > 0 else pa.int64())
+    return actions(times=pa.array([[0, 1, 2], [2], [1, time]], kind))
+
+
+def described(**changes: object) -> Callable[[Path], None]:
+    return lambda path: edit_description(path, **changes)
+
+
+def twice(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        table = pa.table(columns_of())
+        pq.write_table(table.append_column(name, table[name]), path / PART)
+
+    return change
+
+
+def later_user(path: Path) -> None:
+    replace_sequences(path, columns_of([[0]], [[0]], [4]), "part-00001.parquet")
+    edit_description(path, users=4, actions=7)
+
+
+def content(file: str, text: str) -> Callable[[Path], int]:
+    return lambda path: (path / file).write_text(text)
+
+
+PART = "sequences/part-00000.parquet"
+TIME = "it must be from -4611686018427387903 to 4611686018427387903"
+FOUR = {"items": 4, "schema": Schema.of_ids(4).to_mapping()}
+WRONG: list[tuple[Callable[[Path], object], str]] = [
+    (actions(index=[0, 2, 1]), f"{PART}: its rows are not 0 to 2 in order"),
+    (later_user, "sequences/part-00001.parquet: its rows are not 3 to 3 in order"),
+    (lambda path: replace_sequences(path, {"user_index": [0, 1, 2], "item_indices": LISTS}),
+     f"{PART}: no column timestamps; there are: user_index, item_indices"),
+    (actions([[0, None, 1], [2], [1, 1]]), f"{PART}: empty values in column item_indices"),
+    (actions([0, 1, 2]), f"{PART}: column item_indices is of type int64, not a list"),
+    (actions(times=[[0, 1, 2], [2], [1]]), f"{PART}: column timestamps has lists that are not as long as item_indices"),
+    (actions([[0.5, 1, 2], [2], [1, 1]]), f"{PART}: column item_indices has values of type double, not int64"),
+    *((latest(of), f"{PART}: column timestamps has {of} at user_index 2; {TIME}") for of in (2**62, -(2**62), 2**63)),
+    *((twice(name), f"{PART}: there are two columns named {name}") for name in columns_of()),
+    (described(format_version=2), "it is of format version 2, and this logitmix reads 3"),
+    (described(schema=None), "dataset.json: no schema"),
+    (described(schema={"features": []}), "dataset.json: schema: tables is missing"),
+    (described(schema=FOUR["schema"]), "dataset.json: table item has 5 rows, not one more than the 3 items"),
+    (described(users="3"), "dataset.json has no users that is a count"),
+    (described(users=2**70), "dataset.json has no users that is a count"),
+    (described(actions=-1), "dataset.json has no actions that is a count"),
+    (described(name=7), "dataset.json has no name that is text"),
+    (content("dataset.json", "{"), "dataset.json is damaged ("),
+    (content("dataset.json", "[" * 100_000), "dataset.json is damaged (nested too deep)"),
+    (content(PART, "PAR1 nothing PAR1"), f"{PART} cannot be read ("),
+    (content("items.parquet", "PAR1 nothing PAR1"), "items.parquet cannot be read ("),
+]  # fmt: skip
+COUNTED: list[tuple[Callable[[Path], object], str]] = [
+    (actions(LISTS[:2], LISTS[:2], [0, 1]), "2 users and up to 4 actions, but dataset.json says 3 and 6"),
+    (actions([*LISTS, [0]], [*LISTS, [0]], [0, 1, 2, 3]), "4 users and up to 7 actions"),
+    (described(users=2**47), f"but dataset.json says {2**47}"),
+    (described(actions=2**47), f"but dataset.json says 3 and {2**47}"),
+    # The metadata of a Parquet file does not tell empty lists from those of one action.
+    (described(actions=5), "there are more users or actions than dataset.json says (3, 5)"),
+    (described(**FOUR), "items.parquet: 3 rows, but dataset.json says 4 items"),
+]
+"""Of which `check_dataset` says what it counts."""
+
+
+def require_named(path: Path, change: Callable[[Path], object], problem: str, found_by_check: str = "") -> None:
+    """`load_dataset` and `check_dataset` refuse what is changed, with this problem, or with another one of `check`."""
+    change(path)
+    with pytest.raises(ValueError, match=f"^{path}: .*{re.escape(problem)}.*make it again with: logitmix prepare NAME"):
+        load_dataset(path)
+    found, _ = check_dataset(path)
+    assert [of for of in found if (found_by_check or problem) in of and "\n" not in of], found
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_what_is_wrong_is_named_alike_by_the_check(made: Path, number: int) -> None:
+    require_named(made, *WRONG[number])
+
+
+@pytest.mark.parametrize("number", range(len(COUNTED)))
+def test_counts_that_are_wrong_are_named(made: Path, number: int) -> None:
+    require_named(made, *COUNTED[number], found_by_check="dataset.json says")
 
 
 @pytest.mark.parametrize("wrong", [-1, 3, 2**31, 2**32 + 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1])
@@ -127,15 +196,6 @@ def test_indices_out_of_range_are_named_with_their_place(tmp_path: Path, wrong: 
     )
     with pytest.raises(ValueError, match=f"^{path}: {place}; make it again"):
         load_dataset(path)
-
-
-@pytest.mark.parametrize("wrong", [2**62, -(2**62), 2**63])
-def test_times_out_of_range_are_named(made: Path, wrong: int) -> None:
-    kind = pa.list_(pa.uint64() if wrong > 0 else pa.int64())
-    times = pa.array([[0, 1, 2], [2], [1, wrong]], kind)
-    replace_sequences(made, columns_of(times=times))
-    with pytest.raises(ValueError, match=f"column timestamps has {wrong} at user_index 2; it must be from -"):
-        load_dataset(made)
 
 
 @pytest.mark.parametrize("kind", [pa.int64(), pa.uint32()])
@@ -163,52 +223,6 @@ def test_times_that_decrease_are_named_with_their_place(tmp_path: Path, user: in
         load_dataset(path)
 
 
-@pytest.mark.parametrize("name", ["user_index", "item_indices", "timestamps"])
-def test_columns_of_one_name_are_refused(made: Path, name: str) -> None:
-    columns = columns_of()
-    twice = pa.table([pa.array(of) for of in (*columns.values(), columns[name])], [*columns, name])
-    pq.write_table(twice, made / "sequences" / "part-00000.parquet")
-    with pytest.raises(ValueError, match=rf"part-00000\.parquet: there are two columns named {name}; make it again"):
-        load_dataset(made)
-
-
-@pytest.mark.parametrize(("entry", "count"), [("users", 2**47), ("actions", 2**47), ("users", 2**70)])
-def test_counts_that_cannot_be_are_one_line(made: Path, entry: str, count: int) -> None:
-    edit_description(made, **{entry: count})
-    with pytest.raises(ValueError, match=rf"but dataset\.json says .*{count}|has no {entry} that is a count"):
-        load_dataset(made)
-
-
-def test_more_actions_than_are_said(made: Path) -> None:
-    """The metadata of a Parquet file does not tell empty lists from those of one action."""
-    edit_description(made, actions=5)
-    with pytest.raises(ValueError, match=r"there are more users or actions than dataset\.json says \(3, 5\)"):
-        load_dataset(made)
-
-
-@pytest.mark.parametrize("owner", ["item", "user", "event"])
-def test_widths_that_cannot_be_are_one_line(featured: Path, owner: str) -> None:
-    def widen(schema: dict[str, Any]) -> None:
-        for feature in schema["features"]:
-            if (feature["owner"], feature["kind"]) == (owner, "vector"):
-                feature["width"] = 2**45
-
-    edit_schema(featured, widen)
-    with pytest.raises(ValueError, match=rf"^{featured}: dataset\.json: Unable to allocate"):
-        load_dataset(featured)
-
-
-@pytest.mark.parametrize(("name", "rows"), [("action", 3), ("query", 11)])
-def test_features_of_actions_out_of_range_are_named_with_their_place(featured: Path, name: str, rows: int) -> None:
-    path = featured / "sequences" / "part-00000.parquet"
-    values = pq.read_table(path)[name][5].as_py()
-    values[-1] = rows if name == "action" else [0, rows]
-    edit_cell(path, name, 5, values)
-    message = rf"{path.name}: column {name} has {rows} at user_index 5; it must be from 0 to"
-    with pytest.raises(ValueError, match=message):
-        load_dataset(featured)
-
-
 def test_texts_that_are_not_utf_8_are_found_when_they_are_read(featured: Path) -> None:
     """By their rows."""
 
@@ -234,48 +248,12 @@ def test_texts_that_are_not_utf_8_are_found_when_they_are_read(featured: Path) -
         file.write_bytes(before)
 
 
-def test_users_are_contiguous_over_files(made: Path) -> None:
-    replace_sequences(made, columns_of([[0]], [[0]], [4]), "part-00001.parquet")
-    edit_description(made, users=4, actions=7)
-    with pytest.raises(ValueError, match=r"part-00001\.parquet: its rows are not 3 to 3 in order"):
-        load_dataset(made)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format_version": 2}, "it is of format version 2, and this logitmix reads 3"),
-        ({"schema": None}, "dataset.json: no schema"),
-        ({"schema": {"features": []}}, "dataset.json: schema: tables is missing"),
-        ({"schema": Schema.of_ids(4).to_mapping()}, "table item has 5 rows, not one more than the 3 items"),
-        ({"users": "3"}, "no users that is a count"),
-        ({"actions": -1}, "no actions that is a count"),
-        ({"name": 7}, "no name that is text"),
-        ({"items": 4, "schema": Schema.of_ids(4).to_mapping()}, "items.parquet: 3 rows, but dataset.json says 4 items"),
-    ],
-)
-def test_wrong_descriptions_are_named(made: Path, changes: dict[str, object], message: str) -> None:
-    edit_description(made, **changes)
-    with pytest.raises(ValueError, match=f"^{made}: .*{message}"):
-        load_dataset(made)
-
-
 def test_repeated_targets_of_another_writer_are_computed(tmp_path: Path) -> None:
     path = write(tmp_path / "made", [[0, 1, 0], [1, 1, 2]], ["a", "b", "c"])
     assert load_dataset(path).repeated_targets == {"validation": 0.5, "test": 0.5}
     small_data.forget_digests(path)
     edit_description(path, repeated_targets={"test": 2})
     assert load_dataset(path).repeated_targets == {"validation": 0.5, "test": 0.5}
-
-
-def test_damaged_files_are_named(made: Path) -> None:
-    for file in ("dataset.json", "sequences/part-00000.parquet", "items.parquet"):
-        damaged = made.parent / "damaged"
-        shutil.copytree(made, damaged)
-        (damaged / file).write_bytes(b"PAR1 nothing PAR1")
-        with pytest.raises(ValueError, match=f"^{damaged}: {file} .*make it again"):
-            load_dataset(damaged)
-        shutil.rmtree(damaged)
 
 
 def test_items_out_of_order_are_found_when_their_ids_are_read(made: Path) -> None:
@@ -316,13 +294,6 @@ def test_the_command_that_makes_it_again_is_that_of_the_dataset(made: Path) -> N
 def test_a_plugin_that_is_needed_is_named(made: Path, plugins: object, problem: str) -> None:
     edit_description(made, plugins=plugins)
     with pytest.raises(ValueError, match=f"^{made}.* {problem}"):
-        load_dataset(made)
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["cut off", "nested"])
-def test_a_description_that_is_not_json_is_named(made: Path, text: str) -> None:
-    (made / "dataset.json").write_text(text)
-    with pytest.raises(ValueError, match=r"dataset\.json is damaged \(.*\); make it again with: logitmix prepare "):
         load_dataset(made)
 
 
@@ -399,86 +370,84 @@ def test_texts_of_other_writers_are_read(featured: Path, kind: pa.DataType) -> N
         assert stored == loaded.vocabulary(table)
 
 
-@pytest.mark.parametrize("kind", [pa.float64(), pa.binary()], ids=str)
-def test_ids_and_values_of_another_type_are_named(featured: Path, kind: pa.DataType) -> None:
-    for name, file in (("value", "vocabularies/brand.parquet"), ("raw_id", "items.parquet")):
-        path = featured / file
-        before = path.read_bytes()
-        edit_column(path, name, pa.nulls(len(pq.read_table(path)), kind))
-        with pytest.raises(ValueError, match=f"{path.name}: column {name} has values of type {kind}, not string; make"):
-            load_dataset(featured)
-        path.write_bytes(before)
-
-
 def edit_column(file: Path, name: str, values: pa.Array) -> None:
     table = pq.read_table(file)
     pq.write_table(table.set_column(table.schema.get_field_index(name), name, values), file)
 
 
-def edit_cell(file: Path, name: str, row: int, value: object) -> None:
-    column = pq.read_table(file)[name]
-    values = column.to_pylist()
-    values[row] = value
-    edit_column(file, name, pa.array(values, column.type))
+def cell(file: str, name: str, value: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        column = pq.read_table(path / file)[name]
+        values = column.to_pylist()
+        values[2] = [*values[2][:-1], value[0]] if isinstance(value, tuple) else value
+        edit_column(path / file, name, pa.array(values, column.type))
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "value", "message"),
-    [
-        ("items", "brand", 7, "column brand has 7 at item_index 2; it must be from 0 to 6"),
-        ("items", "brand", -1, "column brand has -1 at item_index 2; it must be from 0 to 6"),
-        ("items", "brand", None, "empty values in column brand"),
-        ("items", "tags", [3, 11], "column tags has 11 at item_index 2; it must be from 0 to 10"),
-        ("items", "tags", None, "empty values in column tags"),
-        ("items", "tags", [3, None], "empty values in column tags"),
-        ("items", "price", None, "empty or infinite values in column price"),
-        ("items", "price", float("inf"), "empty or infinite values in column price"),
-        ("items", "image", None, "empty values in column image"),
-        ("items", "image", [1.0, None, 0.0], "empty or infinite values in column image"),
-        ("items", "item_index", 7, "its rows are not 0 to 49 in order"),
-        ("sequences", "country", 4, "column country has 4 at user_index 2; it must be from 0 to 3"),
-        ("sequences", "action", [1], "column action has lists that are not as long as item_indices"),
-        ("sequences", "rating", [1.0], "column rating has lists that are not as long as item_indices"),
-        ("sequences", "query", [[1]], "column query has lists that are not as long as item_indices"),
-    ],
-)
-def test_wrong_features_are_named(featured: Path, file: str, name: str, value: object, message: str) -> None:
-    path = featured / "items.parquet" if file == "items" else featured / "sequences" / "part-00000.parquet"
-    edit_cell(path, name, 2, value)
-    with pytest.raises(ValueError, match=rf"^{featured}: {path.relative_to(featured)}: {message}; make it again with"):
-        load_dataset(featured)
+def all_of(file: str, name: str, value: object, kind: pa.DataType) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        edit_column(path / file, name, pa.array([value] * len(pq.read_table(path / file)), kind))
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "message"),
-    [
-        ("brand", pa.float32(), "column brand has values of type float, not int64"),
-        ("price", pa.int64(), "column price has values of type int64, not float"),
-        ("tags", pa.int64(), "column tags is of type int64, not a list"),
-        ("image", pa.list_(pa.float32(), 2), "column image has vectors that are not 3 wide"),
-    ],
-)
-def test_features_of_another_type_are_named(featured: Path, name: str, kind: pa.DataType, message: str) -> None:
-    zero: object = [0.0, 0.0] if name == "image" else 0
-    edit_column(featured / "items.parquet", name, pa.array([zero] * small_data.ITEMS, kind))
-    with pytest.raises(ValueError, match=rf"items\.parquet: {message}; make it again"):
-        load_dataset(featured)
+def wide(owner: str) -> Callable[[Path], None]:
+    def widen(schema: dict[str, Any]) -> None:
+        for feature in schema["features"]:
+            if (feature["owner"], feature["kind"]) == (owner, "vector"):
+                feature["width"] = 2**45
+
+    return lambda path: edit_schema(path, widen)
 
 
-def test_a_column_that_the_schema_names_must_be_there(featured: Path) -> None:
-    edit_schema(featured, lambda schema: schema["features"].append({"name": "size", "owner": "item", "kind": "number"}))
-    with pytest.raises(ValueError, match=r"items\.parquet: no column size; there are: item_index, raw_id, brand"):
-        load_dataset(featured)
+def sized(path: Path) -> None:
+    edit_schema(path, lambda schema: schema["features"].append({"name": "size", "owner": "item", "kind": "number"}))
 
 
-def test_vocabularies_are_as_long_as_their_tables(featured: Path) -> None:
-    vocabulary = featured / "vocabularies" / "brand.parquet"
-    pq.write_table(pa.table({"value": ["", "a"]}), vocabulary)
-    with pytest.raises(ValueError, match=r"brand\.parquet: 2 values, but the schema says 7 rows; make it again"):
-        load_dataset(featured)
-    vocabulary.unlink()
-    with pytest.raises(ValueError, match=r"brand\.parquet is missing; make it again"):
-        load_dataset(featured)
+ITEMS, BRANDS = "items.parquet", "vocabularies/brand.parquet"
+WRONG_FEATURES: list[tuple[Callable[[Path], object], str]] = [
+    (cell(ITEMS, "brand", 7), f"{ITEMS}: column brand has 7 at item_index 2; it must be from 0 to 6"),
+    (cell(ITEMS, "brand", -1), f"{ITEMS}: column brand has -1 at item_index 2; it must be from 0 to 6"),
+    (cell(ITEMS, "brand", None), f"{ITEMS}: empty values in column brand"),
+    (cell(ITEMS, "tags", [3, 11]), f"{ITEMS}: column tags has 11 at item_index 2; it must be from 0 to 10"),
+    (cell(ITEMS, "tags", None), f"{ITEMS}: empty values in column tags"),
+    (cell(ITEMS, "tags", [3, None]), f"{ITEMS}: empty values in column tags"),
+    (cell(ITEMS, "price", None), f"{ITEMS}: empty or infinite values in column price"),
+    (cell(ITEMS, "price", float("inf")), f"{ITEMS}: empty or infinite values in column price"),
+    (cell(ITEMS, "image", None), f"{ITEMS}: empty values in column image"),
+    (cell(ITEMS, "image", [1.0, None, 0.0]), f"{ITEMS}: empty or infinite values in column image"),
+    (cell(ITEMS, "item_index", 7), f"{ITEMS}: its rows are not 0 to 49 in order"),
+    (cell(PART, "country", 4), f"{PART}: column country has 4 at user_index 2; it must be from 0 to 3"),
+    (cell(PART, "action", [1]), f"{PART}: column action has lists that are not as long as item_indices"),
+    (cell(PART, "rating", [1.0]), f"{PART}: column rating has lists that are not as long as item_indices"),
+    (cell(PART, "query", [[1]]), f"{PART}: column query has lists that are not as long as item_indices"),
+    # The last of the user's actions.
+    (cell(PART, "action", (3,)), f"{PART}: column action has 3 at user_index 2; it must be from 0 to"),
+    (cell(PART, "query", ([0, 11],)), f"{PART}: column query has 11 at user_index 2; it must be from 0 to"),
+    (all_of(ITEMS, "brand", 0, pa.float32()), f"{ITEMS}: column brand has values of type float, not int64"),
+    (all_of(ITEMS, "price", 0, pa.int64()), f"{ITEMS}: column price has values of type int64, not float"),
+    (all_of(ITEMS, "tags", 0, pa.int64()), f"{ITEMS}: column tags is of type int64, not a list"),
+    (all_of(ITEMS, "image", [0, 0], pa.list_(pa.float32(), 2)), f"{ITEMS}: column image has vectors that are not 3 wi"),
+    (all_of(ITEMS, "raw_id", None, pa.float64()), f"{ITEMS}: column raw_id has values of type double, not string"),
+    (all_of(ITEMS, "raw_id", None, pa.binary()), f"{ITEMS}: column raw_id has values of type binary, not string"),
+    (all_of(BRANDS, "value", None, pa.float64()), f"{BRANDS}: column value has values of type double, not string"),
+    (all_of(BRANDS, "value", None, pa.binary()), f"{BRANDS}: column value has values of type binary, not string"),
+    (sized, f"{ITEMS}: no column size; there are: item_index, raw_id, brand"),
+    (lambda path: pq.write_table(pa.table({"value": ["", "a"]}), path / BRANDS), f"{BRANDS}: 2 values, but the schema"),
+    (lambda path: (path / BRANDS).unlink(), f"{BRANDS} is missing"),
+    (lambda path: (path / ITEMS).unlink(), f"{ITEMS} is missing"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG_FEATURES)))
+def test_wrong_features_are_named_alike_by_the_check(featured: Path, number: int) -> None:
+    require_named(featured, *WRONG_FEATURES[number])
+
+
+@pytest.mark.parametrize("owner", ["item", "user", "event"])
+def test_widths_that_cannot_be_are_one_line(featured: Path, owner: str) -> None:
+    require_named(featured, wide(owner), "dataset.json: Unable to allocate", found_by_check="that are not ")
 
 
 def test_columns_beyond_the_schema_are_left_alone(made: Path) -> None:

@@ -57,7 +57,7 @@ def actions_of(dataset: Dataset) -> list[tuple[Any, ...]]:
 
 def order_of(config: Config, dataset: Dataset) -> list[tuple[int, int, int]]:
     """Of each item: its latest training action and their number, negated, and its index."""
-    ends, order = held_out(config, dataset).train_end, []
+    ends, order = held_out(config.data, dataset).train_end, []
     for item in range(dataset.num_items):
         times = [
             int(dataset.timestamps_flat[at])
@@ -77,11 +77,11 @@ def test_the_latest_items_are_kept(data: Path, settings: dict[str, Any]) -> None
     dataset = replace(dataset, timestamps_flat=dataset.timestamps_flat * 6 // dataset.timestamps_flat.max())
     order = order_of(small_config(data, settings), dataset)
     for count in (1, 7, 49):
-        kept = kept_items(small_config(data, settings | {"data.items": count}), dataset)
+        kept = kept_items(small_config(data, settings | {"data.items": count}).data, dataset)
         assert kept is not None and kept.tolist() == sorted(item for *_, item in sorted(order)[:count])
     for count in (0, 50, 51):
         config = small_config(data, settings | {"data.items": count})
-        assert kept_items(config, dataset) is None and limited(config, dataset) is dataset
+        assert kept_items(config.data, dataset) is None and limited(config.data, dataset) is dataset
 
 
 def test_items_with_few_training_actions_come_after_all_others(data: Path) -> None:
@@ -92,7 +92,7 @@ def test_items_with_few_training_actions_come_after_all_others(data: Path) -> No
     kept_by = {}
     for count in (7, 25, 40):
         config = small_config(data, {"data.items": count, "data.items_after": after})
-        kept = kept_items(config, dataset)
+        kept = kept_items(config.data, dataset)
         assert kept is not None and kept.tolist() == sorted(item for *_, item in sorted(few)[:count])
         kept_by[count] = kept.tolist()
     assert all(of != sorted(item for *_, item in sorted(order)[:count]) for count, of in kept_by.items())
@@ -102,10 +102,12 @@ def test_items_with_few_training_actions_come_after_all_others(data: Path) -> No
 
 def test_what_is_held_out_does_not_choose(data: Path) -> None:
     dataset, config = load_dataset(data), small_config(data, {"data.items": 20})
-    ends, changed = held_out(config, dataset).train_end, dataset.items_flat.copy()
+    ends, changed = held_out(config.data, dataset).train_end, dataset.items_flat.copy()
     for user, end in enumerate(ends):
         changed[end : dataset.offsets[user + 1]] = 0
-    kept, other = (kept_items(config, replace(dataset, items_flat=items)) for items in (dataset.items_flat, changed))
+    kept, other = (
+        kept_items(config.data, replace(dataset, items_flat=items)) for items in (dataset.items_flat, changed)
+    )
     assert kept is not None and other is not None and kept.tolist() == other.tolist()
 
 
@@ -118,9 +120,9 @@ def test_a_limited_dataset_is_what_is_left(
     if large:
         monkeypatch.setattr(arrays, "LARGE", 0)
     whole, config = load_dataset(data), small_config(data, settings | {"data.items": 12})
-    dataset = limited(config, whole)
+    dataset = limited(config.data, whole)
     if large:
-        dataset = limited(config, whole)
+        dataset = limited(config.data, whole)
         assert isinstance(dataset.items_flat.base, np.memmap)
     assert dataset.kept is not None and dataset.num_items == dataset.schema.num_items == 12
     ids = [whole.raw_ids()[item] for item in dataset.kept]
@@ -130,7 +132,7 @@ def test_a_limited_dataset_is_what_is_left(
         expected, found = column.take(dataset.kept), dataset.item_features[name]
         assert expected.values.tolist() == found.values.tolist()
     assert dataset.user_features.keys() == whole.user_features.keys()
-    before, now = held_out(config, whole), held_out(config, dataset)
+    before, now = held_out(config.data, whole), held_out(config.data, dataset)
     assert now.targets.keys() == before.targets.keys()
     of_whole, of_kept, misses = actions_of(whole), actions_of(dataset), 0
     for user, (first, last) in enumerate(pairwise(whole.offsets)):
@@ -166,7 +168,7 @@ def test_features_whose_values_are_items_name_kept_ones() -> None:
         ),
     )
     whole = replace(whole, schema=schema, event_features={"page": page}, user_features={"seen": seen})
-    dataset = limited(small_config(Path(), {"data.items": 3}), whole)
+    dataset = limited(small_config(Path(), {"data.items": 3}).data, whole)
     # Of user 0 the first three actions are trained on, of user 1 likewise, and these are later.
     assert dataset.kept is not None and dataset.kept.tolist() == [2, 4, 5]
     assert dataset.items_flat.tolist() == [0, 1, 2, 0, 1]
@@ -193,9 +195,9 @@ def test_targets_without_a_row_or_a_history_are_misses(
 ) -> None:
     """The others have the rank that their scores give, in a ranking without their histories."""
     whole, config = load_dataset(data), load_saved(run).config
-    dataset, before = limited(config, whole), held_out(config, whole)
+    dataset, before = limited(config.data, whole), held_out(config.data, whole)
     assert dataset.kept is not None
-    everyone, served = (ranking_users(of, "test", 12, held_out(config, of)) for of in (whole, dataset))
+    everyone, served = (ranking_users(of, "test", 12, held_out(config.data, of)) for of in (whole, dataset))
     assert read_test_users(run) == whole.raw_user_ids(everyone.user) and 0 < len(served) < len(everyone)
     expected = dict.fromkeys(everyone.user.tolist(), NOT_SERVED)
     for number, scores in enumerate(trained_scores(run, dataset, served)):
@@ -222,7 +224,9 @@ def test_targets_without_a_row_or_a_history_are_misses(
     assert found["period/recall@50"] == pytest.approx(np.mean(recalls)) and of_missed
     # Whose target has no place is asked at its time all the same, given the kept actions before it.
     with process_group("cpu", 60) as ranks:
-        at_N, users = Evaluation(config, dataset, ranks)._ranked(everyone, "test", missed=True)
+        at_N, users = Evaluation(config.evaluate, config.data, config.model, dataset, ranks)._ranked(
+            everyone, "test", missed=True
+        )
     assert len(served) < len(at_N)
     assert users.times[1][users.lengths.cumsum() - 1].tolist() == whole.timestamps_flat[everyone.place[at_N]].tolist()
     for user, seen in zip(at_N, np.split(users.seen, users.seen_lengths.cumsum()[:-1]), strict=True):
@@ -262,7 +266,7 @@ def test_too_few_items_to_rank_anybody_are_refused(data: Path, tmp_path: Path) -
 
 def test_an_export_has_the_kept_items_and_a_delta_the_next_ones(run: Path, data: Path, tmp_path: Path) -> None:
     """Day by day; histories that hold others are answered without these."""
-    kept = limited(load_saved(run).config, load_dataset(data)).raw_ids()
+    kept = limited(load_saved(run).config.data, load_dataset(data)).raw_ids()
     export(run, tmp_path / "base")
     retriever = Retriever.load(tmp_path / "base")
     gone = next(name for name in load_dataset(data).raw_ids() if name not in kept)
@@ -271,6 +275,6 @@ def test_an_export_has_the_kept_items_and_a_delta_the_next_ones(run: Path, data:
     train(limit(data, 14, {"data.split": "time", "warm_start": str(run)}), tmp_path / "next")
     export_delta(tmp_path / "next", tmp_path / "base", tmp_path / "deltas" / "1")
     fold(tmp_path / "base", tmp_path / "deltas", tmp_path / "folded")
-    names = limited(load_saved(tmp_path / "next").config, load_dataset(data)).raw_ids()
+    names = limited(load_saved(tmp_path / "next").config.data, load_dataset(data)).raw_ids()
     (answer,) = ranked_rows(Retriever.load(tmp_path / "folded").recommend([{"history": names[:1]}], k=50))
     assert {row["id"] for row in answer} == {*names} != {*kept}

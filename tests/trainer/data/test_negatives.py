@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_data import in_memory, write_dataset
+from small_data import batches_of, in_memory, write_dataset
 
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import Feature
-from logitmix.trainer.data.batches import TrainingBatches, leave_one_out
+from logitmix.trainer.config import DataConfig
+from logitmix.trainer.data.batches import leave_one_out
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.negatives import ExplicitNegatives
@@ -53,7 +54,7 @@ def expected(dataset: Dataset, place: int) -> list[int]:
 
 def batch_of(dataset: Dataset, share: Any, explicit: bool, rank: int = 0, world_size: int = 1, **options: int) -> Batch:
     places = target_places(dataset, (), NAMES)
-    return TrainingBatches(
+    return batches_of(
         dataset,
         replace(dataset.schema, features=dataset.schema.features[:1]),
         batch_size=100,
@@ -115,7 +116,7 @@ def test_what_there_is_is_said() -> None:
     values = len(dataset.event_features["shown"].values)
     assert said.endswith(f"; {unknown} of {values} values of shown are no items of the run")
     assert "actions (not kind = 1); the model does not see which, without --model.features kind" in said_of_targets(
-        dataset, places, (), (), NAMES
+        dataset, places, DataConfig(negatives=NAMES), ()
     )
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_data import in_memory, write_dataset
+from small_data import batches_of, in_memory, write_dataset
 
 from logitmix.modules.batch import Batch
-from logitmix.trainer.data.batches import HeldOut, TrainingBatches, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.config import DataConfig
+from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.targets import said_of_targets, target_places, target_weights
@@ -108,9 +109,9 @@ def check_training(dataset: Dataset, held_out: HeldOut, expected: list[Any], lon
     options = OPTIONS | {"batch_size": 100, "max_length": longest, "held_out": held_out}
     if not expected:
         with pytest.raises(ValueError, match=r"2 actions, .* the second of them a target; prepare"):
-            TrainingBatches(dataset, dataset.schema, **options)
+            batches_of(dataset, dataset.schema, **options)
         return
-    source = TrainingBatches(dataset, dataset.schema, **options)
+    source = batches_of(dataset, dataset.schema, **options)
     whole = source.at(0)
     assert sorted(parts_of(whole)) == sorted(expected)
     targets = [target for _, own, _ in expected for target in own]
@@ -119,7 +120,7 @@ def check_training(dataset: Dataset, held_out: HeldOut, expected: list[Any], lon
     count_X = np.bincount(targets, minlength=41)
     q_X = (3 / 41 + 2 * count_X / len(targets)) / 5
     np.testing.assert_allclose(source.log_q_X, np.log(q_X), rtol=1e-6)
-    ranks = [TrainingBatches(dataset, dataset.schema, rank=rank, world_size=2, **options).at(0) for rank in range(2)]
+    ranks = [batches_of(dataset, dataset.schema, rank=rank, world_size=2, **options).at(0) for rank in range(2)]
     assert [part for rank in ranks for part in parts_of(rank)] == parts_of(whole)
     assert {rank.total_targets for rank in ranks} == {len(targets)}
     negatives = [rank.id_V[rank.negatives_GN] for rank in ranks]
@@ -133,7 +134,7 @@ def test_windows_without_a_target_are_left_out(lists: list[list[int]], longest: 
     if not held_out.trained(dataset).any():
         return
     options = OPTIONS | {"batch_size": 100, "max_length": longest, "stride": longest, "held_out": held_out}
-    parts = parts_of(TrainingBatches(dataset, dataset.schema, **options).at(0))
+    parts = parts_of(batches_of(dataset, dataset.schema, **options).at(0))
     ends = (held_out.train_end - dataset.offsets[:-1]).tolist()
     # Windows that do not overlap have each target once.
     of_users = trained(lists, ends, 100)
@@ -149,7 +150,7 @@ def test_with_all_actions_as_targets_batches_are_those_without_conditions(share:
     for split in (leave_one_out, lambda data, **of: split_by_time(data, 0.2, **of)):
         plain, chosen = split(dataset), split(dataset, places=places)
         assert all(np.array_equal(plain.targets[name], chosen.targets[name]) for name in plain.targets)
-        sources = [TrainingBatches(dataset, dataset.schema, held_out=held, **options) for held in (plain, chosen)]
+        sources = [batches_of(dataset, dataset.schema, held_out=held, **options) for held in (plain, chosen)]
         assert sources[0].steps_per_epoch == sources[1].steps_per_epoch
         for step in range(sources[0].steps_per_epoch):
             one, other = (source.at(step) for source in sources)
@@ -168,13 +169,13 @@ def test_conditions_are_on_features_of_actions(tmp_path: Path) -> None:
     assert both is not None and both.tolist() == np.flatnonzero((kind == 1) & (rating > np.float32(3))).tolist()
     assert (target_places(dataset, ("action != type-1",)) == np.flatnonzero(kind != 1)).all()
     of_type = target_places(dataset, ("action = type-1",))
-    said = said_of_targets(dataset, of_type, ("action = type-1",), ["brand"])
+    said = said_of_targets(dataset, of_type, DataConfig(targets=("action = type-1",)), ["brand"])
     places = np.flatnonzero(kind == 1)
     without = sum(not len(of) for of in np.split(places, np.searchsorted(places, dataset.offsets[1:-1])))
     assert said.startswith(f"{len(places):,} of {len(kind):,} actions (action = type-1)")
     assert (f"; {without} of 60 users have none" in said) == bool(without)
     assert said.endswith("; the model does not see which, without --model.features action")
-    assert "does not see" not in said_of_targets(dataset, of_type, ("action = type-1",), ["action"])
+    assert "does not see" not in said_of_targets(dataset, of_type, DataConfig(targets=("action = type-1",)), ["action"])
 
 
 @pytest.mark.parametrize(
@@ -209,9 +210,9 @@ def test_weights_are_those_of_a_column_by_their_mean_in_the_batch(tmp_path: Path
     assert weights is not None and np.array_equal(weights, positive) and target_weights(dataset, "", places) is None
     options = OPTIONS | {"batch_size": 100, "max_length": 50, "held_out": leave_one_out(dataset, places=places)}
     options["times"] = True
-    batch = TrainingBatches(dataset, dataset.schema, weights=weights, **options).at(0)
+    batch = batches_of(dataset, dataset.schema, weights=weights, **options).at(0)
     assert batch.weight_Q is not None and batch.weight_Q.mean() == pytest.approx(1, rel=1e-5)
-    none = TrainingBatches(dataset, dataset.schema, weights=np.zeros_like(weights), **options).at(0)
+    none = batches_of(dataset, dataset.schema, weights=np.zeros_like(weights), **options).at(0)
     assert none.weight_Q is not None and not none.weight_Q.any()
 
 

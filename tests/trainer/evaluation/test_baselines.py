@@ -119,7 +119,9 @@ def test_they_are_named_in_the_results_unless_switched_off(tmp_path: Path) -> No
     dataset = load_dataset(config.data.path)
     off = replace(config, evaluate=replace(config.evaluate, baselines=False))
     with process_group("cpu", 60) as ranks:
-        found, none = (Evaluation(of, dataset, ranks).baselines("test") for of in (config, off))
+        found, none = (
+            Evaluation(of.evaluate, of.data, of.model, dataset, ranks).baselines("test") for of in (config, off)
+        )
     assert {f"{name}/{of}" for name in ("popularity", "item_knn") for of in ("hr@10", "mrr")} <= set(found)
     assert none == {}
 
@@ -145,7 +147,7 @@ def test_a_large_corpus_has_a_sample_of_users_and_popularity_alone(
     monkeypatch.setattr(evaluate, "MOST_SCORES", 10 * dataset.num_items)
     monkeypatch.setattr(evaluate, "MOST_ITEMS", dataset.num_items - 1)
     with process_group("cpu", 60) as ranks:
-        found = Evaluation(config, dataset, ranks).baselines("test")
+        found = Evaluation(config.evaluate, config.data, config.model, dataset, ranks).baselines("test")
     said = capsys.readouterr().err
     assert "the baselines are ranked for 10 of 60 users, a sample" in said and "item-kNN is left out" in said
     assert found["popularity/hr@10"] * 10 == pytest.approx(round(found["popularity/hr@10"] * 10))

@@ -88,7 +88,7 @@ def evaluated(config: Config) -> tuple[dict[str, float], list[bool]]:
 
     with a_model(config) as (model, _), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ItemKNN, "fit", noted)
-        evaluation = Evaluation(config, load_dataset(config.data.path), model.ranks)
+        evaluation = Evaluation(config.evaluate, config.data, config.model, load_dataset(config.data.path), model.ranks)
         return evaluation("test", *model.evaluated()) | evaluation.baselines("test"), aside
 
 

@@ -20,7 +20,7 @@ from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer import cli
 from logitmix.trainer.commands.report_page import write_report
-from logitmix.trainer.config import Config, DataConfig, EvaluateConfig, HistoryRule
+from logitmix.trainer.config import Config, DataConfig, EvaluateConfig
 from logitmix.trainer.data.batches import ranking_users, split_by_time
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -111,7 +111,9 @@ def test_nothing_is_said_of_recommendations_where_there_are_none(ranks: Ranks) -
     dataset = dataset_of([[*range(ITEMS), *range(5)]] * 3)
     model = ModelConfig(encoder=SASRecConfig(max_length=L))
     config = Config(model=model, evaluate=EvaluateConfig(exclude_history="yes"))
-    metrics = Evaluation(config, dataset, ranks)("test", small_tower(), whole(item_table(), ranks))
+    metrics = Evaluation(config.evaluate, config.data, config.model, dataset, ranks)(
+        "test", small_tower(), whole(item_table(), ranks)
+    )
     assert metrics["hr@500"] == metrics["targets/cold"] == 0.0
     assert (metrics["users"], metrics["corpus"], metrics["repeated_targets"]) == (3, ITEMS, 1.0)
     assert not [name for name in metrics if name.startswith(("recommended/", "targets/top"))]
@@ -146,6 +148,7 @@ def test_targets_that_training_never_saw_are_counted_and_said(
 
 WALKS = [[item, item, 1, item, item] for item in range(2, 22)]
 """Everybody comes back to what they had before."""
+DATA = DataConfig()
 
 
 def sharp_tower() -> Tower:
@@ -155,11 +158,6 @@ def sharp_tower() -> Tower:
     return tower
 
 
-def ruled(rule: HistoryRule, split: Literal["leave-one-out", "time"] = "leave-one-out") -> Config:
-    data = DataConfig(split=split, held_out=0.2 if split == "time" else 0.1)
-    return Config(data=data, evaluate=EvaluateConfig(exclude_history=rule))
-
-
 @pytest.mark.parametrize("repeated", [True, False])
 def test_a_split_by_time_counts_repeats_of_its_own(repeated: bool) -> None:
     """Its validation target is everyone's fourth action; what prepare counted says the contrary."""
@@ -167,8 +165,8 @@ def test_a_split_by_time_counts_repeats_of_its_own(repeated: bool) -> None:
     dataset = replace(
         dataset, timestamps_flat=np.tile(np.arange(5), 4), repeated_targets={"validation": 0.0 if repeated else 1.0}
     )
-    assert excludes_history(ruled("auto"), dataset) is repeated
-    assert excludes_history(ruled("auto", "time"), dataset) is not repeated
+    assert excludes_history("auto", DATA, dataset) is repeated
+    assert excludes_history("auto", DataConfig(split="time", held_out=0.2), dataset) is not repeated
 
 
 def test_repeats_are_those_of_the_targets() -> None:
@@ -178,34 +176,33 @@ def test_repeats_are_those_of_the_targets() -> None:
     ratings = np.tile(np.array([0, 0, 1, 1, 0], np.float32), 4)
     dataset = replace(dataset, schema=rated, event_features={"rating": Column(ratings)})
     dataset = replace(dataset, repeated_targets={"validation": 0.0, "test": 0.0})
-    config = ruled("auto")
-    assert excludes_history(config, dataset)
-    assert not excludes_history(replace(config, data=DataConfig(targets=("rating = 1",))), dataset)
+    assert excludes_history("auto", DATA, dataset)
+    assert not excludes_history("auto", DataConfig(targets=("rating = 1",)), dataset)
 
 
 def test_repeats_are_common_or_not() -> None:
     repeats, some = dataset_of(WALKS), dataset_of([[1, 2, 3, 4, 5]] * 9 + [[1, 2, 3, 1, 5]])
-    assert (excludes_history(ruled("auto"), repeats), excludes_history(ruled("auto"), some)) == (False, False)
+    assert (excludes_history("auto", DATA, repeats), excludes_history("auto", DATA, some)) == (False, False)
     rare = dataset_of([[1, 2, 3, 4, 5]] * 10 + [[1, 2, 3, 1, 5]])
-    assert excludes_history(ruled("auto"), rare)
+    assert excludes_history("auto", DATA, rare)
     # Test targets that cannot be found would make all methods alike.
-    assert not excludes_history(ruled("auto"), dataset_of([[1, 2, 3, 4, 1]] * 10))
+    assert not excludes_history("auto", DATA, dataset_of([[1, 2, 3, 4, 1]] * 10))
     for dataset in (repeats, some, rare):
-        assert (excludes_history(ruled("yes"), dataset), excludes_history(ruled("no"), dataset)) == (True, False)
+        assert (excludes_history("yes", DATA, dataset), excludes_history("no", DATA, dataset)) == (True, False)
 
 
 def test_hits_that_cannot_be_are_said() -> None:
     shown = Console(file=io.StringIO(), width=500)
     dataset = dataset_of([[1, 2, 3, 4, 5]] * 18 + [[1, 2, 3, 4, 1]])
-    assert excludes_history(ruled("auto"), dataset, shown) and excludes_history(ruled("yes"), dataset, shown)
+    assert excludes_history("auto", DATA, dataset, shown) and excludes_history("yes", DATA, dataset, shown)
     said = (
         "0% of the validation targets and 5% of the test targets are in their user's history, which is left out of the "
         "ranking: no hit rate can be above 1.00 in validation and 0.95 in test (--evaluate.exclude-history no would "
         "keep it)\n"
     )
     assert shown.file.getvalue() == said * 2  # type: ignore[attr-defined]
-    assert not excludes_history(ruled("no"), dataset, shown) and excludes_history(
-        ruled("auto"), dataset_of([[1, 2, 3, 4, 5]] * 9), shown
+    assert not excludes_history("no", DATA, dataset, shown) and excludes_history(
+        "auto", DATA, dataset_of([[1, 2, 3, 4, 5]] * 9), shown
     )
     assert shown.file.getvalue() == said * 2  # type: ignore[attr-defined]
 
@@ -215,7 +212,9 @@ def test_pure_repeats_are_found_where_the_history_is_kept(
     rule: Literal["auto", "yes", "no"], hits: float, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Config(evaluate=EvaluateConfig(exclude_history=rule))
-    metrics = Evaluation(config, dataset_of(WALKS), ranks)("test", sharp_tower(), whole(item_table(), ranks))
+    metrics = Evaluation(config.evaluate, config.data, config.model, dataset_of(WALKS), ranks)(
+        "test", sharp_tower(), whole(item_table(), ranks)
+    )
     assert metrics["hr@1"] == metrics["mrr"] == hits and metrics["repeated_targets"] == 1.0
     said = "100% of the test targets are in their user's history: it is not left out of the ranking"
     assert capsys.readouterr().err.count(said) == (rule == "auto")
@@ -227,7 +226,7 @@ def test_a_sample_of_users_is_fixed_by_the_seed(ranks: Ranks) -> None:
     assert users.sample(0, 1) is users and users.sample(30, 1) is users
     chosen = [users.sample(10, seed).target.tolist() for seed in (1, 1, 2)]
     assert chosen[0] == chosen[1] != chosen[2] and chosen[0] == sorted(set(chosen[0])) and len(chosen[0]) == 10
-    sampled = Evaluation(Config(evaluate=EvaluateConfig(users=10)), dataset, ranks)(
+    sampled = Evaluation(EvaluateConfig(users=10), DataConfig(), ModelConfig(), dataset, ranks)(
         "test", small_tower(), whole(item_table(), ranks)
     )
     assert sampled["users"] == 10
@@ -238,6 +237,6 @@ def test_metrics_of_few_users_are_said(
     users: int, few: bool, tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small_config(write_dataset(tmp_path / "data", users=users))
-    Evaluation(config, load_dataset(config.data.path), ranks)
+    Evaluation(config.evaluate, config.data, config.model, load_dataset(config.data.path), ranks)
     said = "metrics are of 29 users in validation and 29 users in test: of so few, most of a difference is chance\n"
     assert (said in capsys.readouterr().err) == few

@@ -69,7 +69,7 @@ def test_the_targets_of_a_period_are_all_that_a_user_does_in_it(
     item_XD = torch.randn(ITEMS, 8, generator=torch.Generator().manual_seed(1))
     with process_group("cpu", 60) as ranks:
         tables = {ITEM: ShardedRows.of_ranges(ITEMS, item_XD, ranks)}
-        evaluation = Evaluation(config, dataset, ranks)
+        evaluation = Evaluation(config.evaluate, config.data, config.model, dataset, ranks)
         found = evaluation("test", tower, tables)
         users = evaluation.users("test")
         embedder = Embedder(tower, tables, columns_of(dataset, tower.schema))

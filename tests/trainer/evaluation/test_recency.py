@@ -10,14 +10,13 @@ import torch
 from asking import ranked_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from small_data import hit_rate, small_config
+from small_data import batches_of, hit_rate, small_config
 
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, Feature, Schema, Table
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data import columns
-from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.lookups import columns_of
@@ -83,7 +82,7 @@ def test_a_datasets_own_recency_counts(tmp_path: Path) -> None:
 def test_the_first_of_the_last_actions_knows_the_one_before(tmp_path: Path) -> None:
     times = np.cumsum(2 ** np.arange(8))
     dataset = load_dataset(write(tmp_path / "data", [8], times, np.arange(8)))
-    batches = TrainingBatches(
+    batches = batches_of(
         dataset, dataset.schema.only([RECENCY]), batch_size=4, max_length=3, negatives=1, share="batch", seed=0
     )
     batch = batches.at(0)

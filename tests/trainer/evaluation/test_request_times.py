@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from asking import ranked_rows
-from small_data import hit_rate, small_config, trained_scores
+from small_data import batches_of, hit_rate, small_config, trained_scores
 from small_data import write_dataset as small_features
 from torch import Tensor
 
@@ -77,7 +77,7 @@ def test_a_model_learns_what_times_alone_tell(tmp_path: Path) -> None:
 
 
 def test_batches_have_the_times_of_actions_and_of_the_next_ones(dataset: Dataset) -> None:
-    batches = TrainingBatches(
+    batches = batches_of(
         dataset, dataset.schema, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True
     )
     batch = batches.at(0)
@@ -96,16 +96,14 @@ def test_in_training_dates_and_times_are_later_by_a_number_of_days_for_each_step
     dataset = load_dataset(small_features(tmp_path / "data", features=True))
 
     def batches(rank: int = 0, ranks: int = 1) -> TrainingBatches:
-        return TrainingBatches(
+        return batches_of(
             dataset, dataset.schema, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True,
             rank=rank, world_size=ranks,
         )  # fmt: skip
 
     shifts = set()
     plain = replace(dataset.schema, features=[of for of in dataset.schema.features if of.kind != "date"])
-    without = TrainingBatches(
-        dataset, plain, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True
-    )
+    without = batches_of(dataset, plain, batch_size=4, max_length=L, negatives=1, share="batch", seed=0, times=True)
     for step in range(3):
         whole, apart = batches().at(step), without.at(step)
         date_V = torch.from_numpy(dataset.item_features["released"].values[whole.id_V.numpy()])

@@ -33,9 +33,10 @@ from logitmix.trainer.evaluation.ranking import rank_corpus
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.delta import fold
 from logitmix.trainer.export.export import export
+from logitmix.trainer.loop import parallel_model
 from logitmix.trainer.metrics import NOT_SERVED
 from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run import checkpoint, manifest
 from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.run.metrics import RunProgress
@@ -89,12 +90,12 @@ def run(tmp_path: Path) -> Path:
     (run / "config.toml").write_text(dump_toml(config))
     (run / "dataset.json").write_text(load_dataset(data).description())
     with process_group("cpu", 60) as ranks:
-        model = parallelize(Schema.of_ids(X), config, ranks)
+        model = parallel_model(config, Schema.of_ids(X), ranks)
         optimizer = dense_optimizer(model.tower, config.dense)
         for step, hit_rate in ((3, 0.5), (6, 0.4)):
             perturb(model, step)
             progress = RunProgress(step=step, validation={config.evaluate.metric: hit_rate})
-            Saver(run, model, optimizer).save(progress)
+            Saver(run, config, model, optimizer).save(progress)
     return run
 
 

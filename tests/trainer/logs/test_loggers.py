@@ -27,7 +27,7 @@ class Recorder(Logger):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def start(self, run: Path, config: Config, dataset: Mapping[str, Any], done: RunProgress) -> None:
+    def start(self, run: Path, settings: Mapping[str, Any], dataset: Mapping[str, Any], done: RunProgress) -> None:
         self.calls.append(("start", run.name, dataset["items"], done.step))
 
     def row(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:

@@ -15,10 +15,10 @@ from small_data import in_memory, small_config, write_dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from logitmix.comm.config import WireConfig
-from logitmix.modules.config import BCEConfig, DotConfig, HIndexerConfig, MoLConfig, NeuMFConfig
+from logitmix.modules.config import BCEConfig, DotConfig, HIndexerConfig, ModelConfig, MoLConfig, NeuMFConfig
 from logitmix.modules.losses import mol_triton
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, TrainConfig, with_settings
+from logitmix.trainer.config import Config, TrainConfig, flatten, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.logs import projector, telemetry
 from logitmix.trainer.logs.board import Board
@@ -36,14 +36,18 @@ PLAN = {"item": TablePlan(7, 4, "row_wise", "sgd", "fp32", False, 112, ())}
 
 def some_model(world_size: int = 1, comm: WireConfig | None = None, **settings: Any) -> Any:
     ranks = SimpleNamespace(rank=0, world_size=world_size, device=torch.device("cpu"))
-    config = Config(train=TrainConfig(**settings), comm=comm or WireConfig())
-    return SimpleNamespace(config=config, ranks=ranks, plan=PLAN, tower=torch.nn.Linear(3, 5))
+    tower = torch.nn.Linear(3, 5)
+    tower.config = ModelConfig()  # type: ignore[assignment]
+    wire = SimpleNamespace(config=comm or WireConfig())
+    return SimpleNamespace(train=TrainConfig(**settings), wire=wire, ranks=ranks, plan=PLAN, tower=tower)
 
 
 def telemetry_of(run: Path, steps: int) -> Telemetry:
     model, done = some_model(), RunProgress()
     dataset: Any = SimpleNamespace(description=lambda: "{}")
-    return Telemetry(run, model, Loggers(run, model.config, dataset, done, model.ranks), done, steps)
+    (run / "config.toml").touch()
+    loggers = Loggers(run, flatten(Config()), dataset, done, model.ranks)
+    return Telemetry(run, model, loggers, done, steps)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,8 @@ def telemetry_of(run: Path, steps: int) -> Telemetry:
 )
 def test_settings_that_do_not_fit_are_said(settings: dict[str, Any], said: list[str]) -> None:
     given = {"train.batch_size": 4, "train.epochs": 2, "model.loss.negatives": 20}
-    assert doubtful_settings(with_settings(Config(), given | settings), 8, 20) == said
+    config = with_settings(Config(), given | settings)
+    assert doubtful_settings(config.train, config.model, 8, 20) == said
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -106,9 +111,8 @@ def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPat
     assert "embeddings fp8, their gradients bf16, the tower's gradients fp32" in two and "precision   FP32\n" in two
     chosen = start_block(DATASET, some_model(precision="fp32"), "as the run began")
     assert "precision   FP32 (as the run began)\n" in chosen
-    assert "histories" not in chosen
-    said = "histories   2 users have more actions than 200 (model.encoder.max_length): their 31 earlier ones are"
-    assert said in start_block(DATASET, some_model(), left_out=(2, 31))
+    assert "targets" not in chosen
+    assert "histories   2 of 3\n" in start_block(DATASET, some_model(), "", {"targets": "", "histories": "2 of 3"})
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_the_start_block_says_that_times_may_be_none(tmp_path: Path) -> None:
         (None, "s"), ({"model.encoder.kind": "hstu", "model.encoder.times": True}, {"model.features": ["recency"]})
     ):
         model = some_model()
-        model.config = with_settings(model.config, settings)
+        model.tower.config = with_settings(Config(), settings).model
         file.write_text(json.dumps(json.loads(dataset.description()) | {"times": {"unit": unit}}), encoding="utf-8")
         assert (said in start_block(dataset, model).splitlines()) == (unit is None)
         assert said not in start_block(dataset, without)
@@ -161,9 +165,7 @@ def test_the_start_block_says_which_losses_have_no_cuda_kernel(
 ) -> None:
     monkeypatch.setattr(mol_triton, "max_shared_mem", lambda index: 227 * 1024)
     model = some_model()
-    config = replace(model.config.model, hindexer=HIndexerConfig(dim=8, weight=0.3), **settings)
-    model.config = replace(model.config, model=config)
-    model.tower = Tower(config, DATASET.schema)
+    model.tower = Tower(ModelConfig(hindexer=HIndexerConfig(dim=8, weight=0.3), **settings), DATASET.schema)
     for device in ("cpu", "cuda"):
         model.ranks.device = torch.device(device)
         said = [line for line in start_block(DATASET, model).splitlines() if line.startswith("loss ")]
@@ -258,7 +260,8 @@ TSV = ("items.tsv", "titles.tsv")
 
 def test_a_constant_learning_rate_and_what_one_rank_sends_are_no_curves(tmp_path: Path) -> None:
     writer = Board()
-    writer.start(tmp_path, Config(), {}, RunProgress())
+    (tmp_path / "config.toml").touch()
+    writer.start(tmp_path, flatten(Config()), {}, RunProgress())
     for step in (1, 2):
         writer.row("train", step, {"loss": 1.0, "learning_rate/dense": 0.1, "wire/bytes_per_step": 0.0})
         wire = {"wire/bytes_per_step": 8.0, "wire/item/forward/bytes_per_step": 3.0, "wire/share_of_fp32": 0.5}

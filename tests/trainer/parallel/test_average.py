@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, a_pipeline, gather_table, losses_of, small_config
+from small_data import a_model, a_pipeline, gather_table, losses_of, small_config, table_rules
 from torchrec.distributed.types import Shard, ShardedTensor, ShardMetadata
 
 from logitmix.comm.process_group import process_group
@@ -90,7 +90,7 @@ def saved_weights(run: Path) -> dict[str, torch.Tensor]:
 def started(config: Config, run: Path) -> dict[str, torch.Tensor]:
     dataset = load_dataset(config.data.path)
     with a_model(config) as (model, _):
-        warm_start(run, dataset, model)
+        warm_start(run, config, dataset, model)
         taken = {ITEM: gather_table(model)[: dataset.num_items], WEIGHT: model.tower.state_dict()[WEIGHT]}
         # The average is that, too, until a step moves the weights.
         for name, average in averages(model).items():
@@ -175,5 +175,5 @@ def test_each_device_needs_room_for_the_averages_of_its_tables(featured: Path) -
     # The planner reserves 15 % and is told of half of the average: rows and average, of one device, would not fit.
     rows = 4 * 64 * 10**7
     with pytest.raises(ValueError, match=r"a rank would hold 4\.8 GiB of tables, .* use more ranks"):
-        plan_tables(tables, config, Devices(2, 2, "cuda", rows * 9 // 5))
-    plan_tables(tables, config, Devices(2, 2, "cuda", rows * 2))
+        plan_tables(tables, table_rules(config), Devices(2, 2, "cuda", rows * 9 // 5))
+    plan_tables(tables, table_rules(config), Devices(2, 2, "cuda", rows * 2))

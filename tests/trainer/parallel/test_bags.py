@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, gather_table, small_config
+from small_data import a_model, gather_table, small_config, table_rules
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -173,10 +173,14 @@ def test_tables_that_hosts_cannot_share_are_refused() -> None:
         config = small_config(Path("none"), {"model.features": ["all"], **settings})
         devices = Devices(2 * (per_host := 28 if "rows" in said else 2), per_host, "cpu")
         with pytest.raises(ValueError, match=said):
-            plan_tables(embedding_tables(model_schema(SCHEMA, config), config, torch.device("cpu")), config, devices)
+            plan_tables(
+                embedding_tables(model_schema(SCHEMA, config), table_rules(config), torch.device("cpu")),
+                table_rules(config),
+                devices,
+            )
 
 
 def test_items_are_not_pooled() -> None:
     config = small_config(Path("none"), {"tables.item.pooled": True})
     with pytest.raises(ValueError, match=r"^tables\.item\.pooled is true, but items are needed one by one"):
-        embedding_tables(SCHEMA, config, torch.device("cpu"))
+        embedding_tables(SCHEMA, table_rules(config), torch.device("cpu"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import a_pipeline, a_step, assert_close, gather_table, small_config
+from small_data import a_pipeline, a_step, assert_close, gather_table, small_config, table_rules
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
@@ -167,7 +167,7 @@ def test_rows_that_a_gpu_caches_are_refused(featured: Path) -> None:
     config = small_config(featured, settings)
     schema = model_schema(load_dataset(featured).schema, config)
     with pytest.raises(ValueError, match=r"for table brand, whose rows pass from value to value, which the cache does"):
-        embedding_tables(schema, config, torch.device("cuda"))
+        embedding_tables(schema, table_rules(config), torch.device("cuda"))
 
 
 def test_the_items_have_no_capacity(featured: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import two_ranks
 from sampling import one_of_each, run_with
-from small_data import a_model, a_pipeline, a_step, assert_close, gather_table, small_config
+from small_data import a_model, a_pipeline, a_step, assert_close, batches_of, gather_table, small_config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -291,10 +291,9 @@ def dropped(
     dataset: Dataset, config: Config, step: int, rank: int = 0, world_size: int = 1
 ) -> tuple[set[int], set[int]]:
     """Items of a batch that are replaced, and all."""
-    from logitmix.trainer.data.batches import TrainingBatches
 
     loss = config.model.loss
-    batches = TrainingBatches(
+    batches = batches_of(
         dataset, dataset.schema.only([]), batch_size=16, max_length=12, negatives=loss.negatives, share="sequence",
         seed=0, item_id_dropout=config.model.item_id_dropout, rank=rank, world_size=world_size,
     )  # fmt: skip

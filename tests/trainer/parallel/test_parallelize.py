@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import ITEMS, a_pipeline, assert_close, gather_table, small_config
+from small_data import ITEMS, a_pipeline, assert_close, gather_table, small_config, table_rules
 from test_many_tables import Seen, train_all, train_steps
 from torch import Tensor
 
@@ -103,7 +103,7 @@ def test_parts_are_refused_where_each_would_count_as_a_step(
 ) -> None:
     config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
     with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
-        embedding_tables(Schema.of_ids(ITEMS - 1), config, torch.device(device))
+        embedding_tables(Schema.of_ids(ITEMS - 1), table_rules(config), torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_cached_rows_are_refused_where_none_can_be(
     monkeypatch.setitem(TableSettings.__annotations__, "optimizer", str)
     config = small_config(data, {"tables.item.cache_load_factor": 0.1, **settings})
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        embedding_tables(Schema.of_ids(ITEMS - 1), config, torch.device(device))
+        embedding_tables(Schema.of_ids(ITEMS - 1), table_rules(config), torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict,
         zip_code = Feature("zip", "user", "id", "zip")
         schema = Schema((Feature(ITEM, "item", "id", ITEM), zip_code), (Table(ITEM, ITEMS + 1), Table("zip", 5)))
         config = small_config(data, {"model.features": ["zip"]} | settings)
-        embedding_tables(model_schema(schema, config), config, torch.device("cpu"))
+        embedding_tables(model_schema(schema, config), table_rules(config), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_cpu_without_bf16_computes_in_fp32(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
     x = torch.ones(2, 2)
-    with autocast(small_config(data, {"train.precision": precision}), torch.device("cpu")):
+    with autocast(precision, torch.device("cpu")):
         assert (x @ x).dtype == (torch.bfloat16 if bf16 else torch.float32)
 
 

@@ -13,8 +13,7 @@ from logitmix.comm.process_group import process_group
 from logitmix.trainer.commands.plan import first_batches
 from logitmix.trainer.config import BY_HOST, Config
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.loop import training_batches
-from logitmix.trainer.parallel.parallelize import parallelize
+from logitmix.trainer.loop import parallel_model, training_batches
 from logitmix.trainer.parallel.replicas import SUFFIX
 from logitmix.trainer.parallel.traffic import ID_BYTES, rows_sent, traffic
 
@@ -45,7 +44,7 @@ def counted(folder: Path) -> list[Tensor]:
     dataset = load_dataset(folder)
     with process_group("cpu", 60) as ranks:
         for config in configs(folder):
-            model = parallelize(dataset.schema, config, ranks)
+            model = parallel_model(config, dataset.schema, ranks)
             exchange = model.row_exchange(training_batches(config, dataset, ranks).at(0).ids)
             exchange.send_rows()
             rows = exchange.wait()

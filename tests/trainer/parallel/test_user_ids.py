@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 import torch
 from asking import ranked_rows
-from small_data import hit_rate, in_memory, small_config
+from small_data import batches_of, hit_rate, in_memory, small_config
 
 from logitmix.modules.schema import USER, Schema
 from logitmix.modules.towers import Tower
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer.data.batches import HeldOut, TrainingBatches, leave_one_out, ranking_users
+from logitmix.trainer.data.batches import HeldOut, leave_one_out, ranking_users
 from logitmix.trainer.data.dataset import Dataset, load_dataset, stored_values
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
@@ -72,7 +72,7 @@ def drawn(rate: float, steps: int = 40, rank: int = 0, world_size: int = 1) -> l
     """In each step, the row of each user."""
     dataset = in_memory(np.arange(0, 11 * LENGTH, LENGTH), np.arange(10 * LENGTH) % ITEMS, ITEMS)
     schema = Schema(dataset.schema.features, dataset.schema.tables, users=10).only([USER])
-    batches = TrainingBatches(
+    batches = batches_of(
         dataset, schema, batch_size=10, max_length=LENGTH, negatives=3, share="sequence", seed=4, rank=rank,
         world_size=world_size, user_id_dropout=rate,
     )  # fmt: skip

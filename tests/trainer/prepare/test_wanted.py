@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 from reading import dataset_feature
-from small_data import write_dataset
+from small_data import batches_of, write_dataset
 
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, model_schema, with_settings
-from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.lookups import columns_of
 
@@ -29,7 +28,7 @@ def schema_of(dataset: Dataset, **settings: Any) -> Schema:
 
 def rows_of(dataset: Dataset, rate: float, rank: int = 0, world_size: int = 1) -> tuple[Batch, list[int]]:
     """The first batch, and the table's row at each of its positions."""
-    batch = TrainingBatches(
+    batch = batches_of(
         dataset, schema_of(dataset, wanted="action"), batch_size=16, max_length=12, negatives=3, share="sequence",
         seed=4, wanted="action", wanted_dropout=rate, rank=rank, world_size=world_size,
     ).at(0)  # fmt: skip

@@ -1,6 +1,5 @@
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,8 +29,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def savers(finished: Path, run: Path) -> Iterator[Callable[..., Saver]]:
     """Makes a Saver of the run with these settings of [train]."""
-    with a_model(replace_train(read_config(finished), keep=9)) as (model, optimizer):
-        yield lambda **settings: Saver(run, replace(model, config=replace_train(model.config, **settings)), optimizer)
+    config = replace_train(read_config(finished), keep=9)
+    with a_model(config) as of:
+        yield lambda **settings: Saver(run, replace_train(config, **settings), *of)
 
 
 @pytest.fixture(scope="module")

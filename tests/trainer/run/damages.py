@@ -57,7 +57,7 @@ def resume(run: Path, settings: dict[str, Any] | None = None) -> RunProgress:
     """As train does, without the training."""
     config = small_config(Path(read_config(run).data.path), SETTINGS | (settings or {}))
     with a_model(config) as of:
-        return checkpoint.restore(run, *of)
+        return checkpoint.restore(run, config, *of)
 
 
 @contextmanager

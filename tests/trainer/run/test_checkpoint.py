@@ -71,7 +71,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
     with a_model(config, SCHEMA) as (model, optimizer):
         for seed in range(steps):
             step(model, optimizer, seed)
-        Saver(run, model, optimizer).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
+        Saver(run, config, model, optimizer).save(RunProgress(steps, 1.5, 100, {"hr@10": 0.1}))
         for seed in range(steps, steps + 2):
             step(model, optimizer, seed)
         return snapshot(model, optimizer)
@@ -79,7 +79,7 @@ def train_and_save(run: Path, config: Config, steps: int) -> dict[str, Tensor]:
 
 def resume(run: Path, config: Config) -> dict[str, Tensor]:
     with a_model(config, SCHEMA) as (model, optimizer):
-        done = checkpoint.restore(run, model, optimizer)
+        done = checkpoint.restore(run, config, model, optimizer)
         for seed in range(done.step, done.step + 2):
             step(model, optimizer, seed)
         return snapshot(model, optimizer)
@@ -104,11 +104,11 @@ def save_all(jobs: Jobs) -> None:
     for source, config, out in jobs:
         with a_model(config, SCHEMA) as (model, optimizer):
             if source:
-                assert checkpoint.restore(source, model, optimizer).step == 3
+                assert checkpoint.restore(source, config, model, optimizer).step == 3
             else:
                 for seed in range(3):
                     step(model, optimizer, seed)
-            Saver(out, model, optimizer).save(RunProgress(3))
+            Saver(out, config, model, optimizer).save(RunProgress(3))
 
 
 def assert_same_content(run: Path, other: Path) -> None:
@@ -134,10 +134,10 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
     with a_model(config, SCHEMA) as (model, optimizer):
         for code in (errno.ENOSPC, errno.EIO):
             with broken_writes(model.ranks.rank == 1, code), pytest.raises(OSError) as caught:
-                Saver(run, model, optimizer).save(RunProgress(16))
+                Saver(run, config, model, optimizer).save(RunProgress(16))
             said.append(str(caught.value))
-        background = replace(model, config=replace(config, train=replace(config.train, save_in_background=True)))
-        with Saver(run, background, optimizer) as saver, pytest.raises(OSError) as caught:
+        background = replace(config, train=replace(config.train, save_in_background=True))
+        with Saver(run, background, model, optimizer) as saver, pytest.raises(OSError) as caught:
 
             def abandoned() -> None:
                 assert saver._pending and saver._pending.abandoned.wait(60)
@@ -150,11 +150,11 @@ def fail_on_the_second_rank(run: Path, config: Config) -> list[str]:
                 barrier(model.ranks)
                 saver.poll()
         said.append(str(caught.value))
-        said += [upload_slowly(run.with_name(f"room-{room}"), background, optimizer, room) for room in (3, 2)]
+        said += [upload_slowly(run.with_name(f"room-{room}"), background, model, optimizer, room) for room in (3, 2)]
     return said
 
 
-def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimizer, room: int) -> str:
+def upload_slowly(run: Path, config: Config, model: ParallelModel, optimizer: torch.optim.Optimizer, room: int) -> str:
     """What is on disk when an upload in the background ends that waits for the third checkpoint, or until there is no
     room for it, and then fails; and after another upload. One checkpoint less than there is room for is kept."""
     found: list[list[str]] = []
@@ -176,9 +176,8 @@ def upload_slowly(run: Path, model: ParallelModel, optimizer: torch.optim.Optimi
 
     run.mkdir(exist_ok=True)
     (run / "dataset.json").touch()
-    settings = replace(model.config.train, on_save_failure="continue", keep=room - 1)
-    model = replace(model, config=replace(model.config, train=settings))
-    with pytest.MonkeyPatch.context() as patch, Saver(run, model, optimizer) as saver:
+    config = replace(config, train=replace(config.train, on_save_failure="continue", keep=room - 1))
+    with pytest.MonkeyPatch.context() as patch, Saver(run, config, model, optimizer) as saver:
         patch.setattr(shutil, "disk_usage", disk_usage)
         for module in (saving, folder):
             patch.setattr(module, "is_copy", lambda path: True)
@@ -294,7 +293,7 @@ def test_what_is_written_in_the_background_is_the_step_that_was_saved(tmp_path: 
     run, may_write = new_run(tmp_path, "run", config), threading.Event()
     waiting = broken_writes(False, 0, lambda: require(may_write.wait(60)))
     with a_model(config, SCHEMA) as (model, optimizer), waiting:
-        with Saver(run, model, optimizer) as saver:
+        with Saver(run, config, model, optimizer) as saver:
             step(model, optimizer, 0)
             saver.save(RunProgress(1), wait=False)
             saved = snapshot(model, optimizer)
@@ -310,7 +309,7 @@ def test_what_is_written_in_the_background_is_the_step_that_was_saved(tmp_path: 
         assert torch.equal(saved_model.read_rows(ITEM, 0, ITEMS), saved[f"table {ITEM}"])
         # What is not committed when the block ends, by an error perhaps, is removed.
         may_write.clear()
-        with pytest.raises(KeyError), Saver(run, model, optimizer) as saver:
+        with pytest.raises(KeyError), Saver(run, config, model, optimizer) as saver:
             saver.save(RunProgress(2), wait=False)
             may_write.set()
             raise KeyError
@@ -334,7 +333,7 @@ def test_offline_loading_needs_no_process_group(run: Path, data: Path) -> None:
     assert not torch.distributed.is_initialized()
     assert (model.step, model.config) == (3, small_config(data, ADAM))
     with a_model(model.config, SCHEMA) as (sharded, optimizer):
-        checkpoint.restore(run, sharded, optimizer)
+        checkpoint.restore(run, model.config, sharded, optimizer)
         assert torch.equal(model.read_rows(ITEM, 0, ITEMS), gather_table(sharded))
         for name, value in sharded.tower.state_dict().items():
             assert torch.equal(model.tower.state_dict()[name], value)
@@ -346,7 +345,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, data: Path) -> None:
     with a_model(config, SCHEMA) as (model, optimizer):
         for number, rate in [(1, 0.1), (2, 0.4), (3, 0.4), (4, 0.2), (5, 0.3), (6, None)]:
             metrics = {} if rate is None else {"hr@10": rate}
-            Saver(run, model, optimizer).save(RunProgress(number, 0.0, 0, metrics))
+            Saver(run, config, model, optimizer).save(RunProgress(number, 0.0, 0, metrics))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-5", "step-6"]
     assert checkpoint.load_saved(run).step == 2
     assert checkpoint.load_saved(run, "last").step == 6

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 import two_ranks
-from small_data import a_model, gather_table, losses_of, small_config
+from small_data import a_model, batches_of, gather_table, losses_of, small_config
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
@@ -18,7 +18,7 @@ from logitmix.modules.schema import ITEM, USER, Schema
 from logitmix.trainer.commands.train import _words_of_continued
 from logitmix.trainer.config import Config
 from logitmix.trainer.data import writer
-from logitmix.trainer.data.batches import TrainingBatches, leave_one_out, ranking_users, split_by_time
+from logitmix.trainer.data.batches import leave_one_out, ranking_users, split_by_time
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.limited import limited
 from logitmix.trainer.data.writer import DatasetContents
@@ -119,7 +119,7 @@ def test_new_actions_come_first(first: Path) -> None:
     held = split_by_time(new, 0.1)
     first_U = Seen(first, new).users_with_new(held)
     options: dict[str, Any] = {"batch_size": 4, "max_length": 6, "negatives": 2, "share": "sequence", "seed": 0}
-    batches = TrainingBatches(new, Schema.of_ids(new.num_items), held_out=held, first_U=first_U, **options)
+    batches = batches_of(new, Schema.of_ids(new.num_items), held_out=held, first_U=first_U, **options)
     wanted = set(np.flatnonzero(first_U & held.trained(new)).tolist())
     assert 0 < batches.steps_of_first < batches.steps_per_epoch
     orders = []
@@ -137,7 +137,7 @@ def states_of(configs: list[Config], run: Path) -> list[dict[str, Any]]:
     results = []
     for config in configs:
         with a_model(config) as (model, optimizer):
-            warm_start(run, limited(config, load_dataset(config.data.path)), model, optimizer)
+            warm_start(run, config, limited(config.data, load_dataset(config.data.path)), model, optimizer)
             pieces = {
                 key: [(*shard.metadata.shard_offsets, shard.tensor.clone()) for shard in of.local_shards()]
                 for key, of in model.table_optimizers.state_dict()[ITEM].items()
@@ -185,7 +185,7 @@ def test_kept_items_take_their_rows_and_states_with_them(first: Path, tmp_path: 
     data = first.parent
     train(small_config(data / "old", SPLIT | {"data.items": 12}), tmp_path / "day 1")
     config, saved = going_on(tmp_path / "day 1", data / "new", {"data.items": 16}), load_saved(tmp_path / "day 1")
-    old, new = limited(saved.config, load_dataset(data / "old")), limited(config, load_dataset(data / "new"))
+    old, new = limited(saved.config.data, load_dataset(data / "old")), limited(config.data, load_dataset(data / "new"))
     place = {raw_id: index for index, raw_id in enumerate([*old.raw_ids(), ""])}
     names = [*new.raw_ids(), ""]
     back = {*names} & {*load_dataset(old.path).raw_ids()} - {*place}
@@ -246,7 +246,7 @@ def going_on_with_rows(config: Config, run: Path) -> tuple[Rows, Rows]:
     with a_model(config) as (model, optimizer):
         dataset = load_dataset(config.data.path)
         names = [str(name) for name in dataset.vocabulary(USER)]
-        warm_start(run, dataset, model, optimizer)
+        warm_start(run, config, dataset, model, optimizer)
         before = Rows.now(model, names)
         batches = training_batches(config, dataset, model.ranks)
         for step in range(2 * batches.steps_per_epoch):

@@ -184,7 +184,9 @@ def kill_saves(run: Path, kills: int) -> list[tuple[int, int, bool]]:
             child = os.fork()
             if not child:
                 try:
-                    save_until_killed(Saver(run, model, optimizer), newest + 1, write_end, random.Random(number))
+                    save_until_killed(
+                        Saver(run, config, model, optimizer), newest + 1, write_end, random.Random(number)
+                    )
                 finally:
                     os._exit(1)
             os.close(write_end)

@@ -18,12 +18,14 @@ from logitmix.trainer.run.folder import checkpoint_paths, read_code, read_config
 from logitmix.trainer.run.metrics import append_row, keep_rows, read_rows, still_rising
 
 
-def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tail", ['{"kind": "train", "step": 1', '{"kind": "train", "step": 2}'])
+def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Path, tail: str) -> None:
+    """Also a whole object without its line end: a row would be appended to it."""
     file = tmp_path / "metrics.jsonl"
     for kind, step in (("train", 5), ("train", 10), ("train", 15), ("validation", 10)):
         append_row(tmp_path, kind, step, {"loss": 0.1 + 0.2})
     with file.open("a") as stream:
-        stream.write('{"kind": "train", "step": 1')
+        stream.write(tail)
     assert [row["step"] for row in read_rows(tmp_path)] == [5, 10, 15, 10]
     keep_rows(tmp_path, 10)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [5, 10, 10]
@@ -63,12 +65,6 @@ def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
     file.write_bytes(whole.replace(b"5", b"\0", 1))
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged \(its SHA-256"):
         keep_rows(tmp_path, 0)
-
-
-def test_a_whole_object_without_its_line_end_is_dropped(tmp_path: Path) -> None:
-    """A row that would be appended to it."""
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}')
-    assert [row["step"] for row in read_rows(tmp_path)] == [1]
 
 
 def test_noted_rows_outlast_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

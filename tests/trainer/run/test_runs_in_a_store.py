@@ -207,7 +207,7 @@ def savers(memory: Memory, local: Path) -> Iterator[Callable[..., Saver]]:
             path_of(RUN).mkdir(parents=True, exist_ok=True)
             (path_of(RUN) / "dataset.json").touch()
             model = held.enter_context(a_model(of, load_dataset(local / "data").schema))
-            return held.enter_context(Saver(path_of(RUN), *model))
+            return held.enter_context(Saver(path_of(RUN), of, *model))
 
         yield saver
 

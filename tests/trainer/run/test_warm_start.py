@@ -65,7 +65,7 @@ def tables_before_and_after(before: Config, configs: list[Config], run: Path) ->
     for config in configs:
         with a_model(config) as (model, _):
             first = {name: gather_table(model, name) for name in model.plan}
-            said = warm_start(run, load_dataset(config.data.path), model)
+            said = warm_start(run, config, load_dataset(config.data.path), model)
             then = {name: gather_table(model, name) for name in model.plan}
             results.append({"said": said, "first": first, "then": then, "tower": model.tower.state_dict()})
     return results

@@ -52,22 +52,22 @@ def test_there_is_no_step_after_the_last(data: Path) -> None:
 def test_batches_are_made_once_each_and_one_ahead(data: Path) -> None:
     made: list[int] = []
     with a_pipeline(small_config(data), 6, RunProgress(step=2, seconds=5.0, examples=100)) as pipeline:
-        make_batch = pipeline.make_batch
+        batches = pipeline.batches
 
         def noted(step: int) -> Batch:
             made.append(step)
-            return make_batch(step)
+            return batches.at(step)
 
-        pipeline.make_batch = noted
+        pipeline.batches = SimpleNamespace(at=noted)
         pipeline.train_step()
         assert made[:2] == [2, 3]
-        assert torch.equal(pipeline.batch.id_V, make_batch(2).id_V)
+        assert torch.equal(pipeline.batch.id_V, batches.at(2).id_V)
         while pipeline.step < pipeline.total:
             pipeline.train_step()
         assert made == [2, 3, 4, 5]
         progress = pipeline.progress
     assert (progress.step, progress.validation) == (6, {})
-    assert progress.seconds > 5 and progress.examples == 100 + sum(make_batch(i).total_targets for i in range(2, 6))
+    assert progress.seconds > 5 and progress.examples == 100 + sum(batches.at(i).total_targets for i in range(2, 6))
 
 
 def left_with_rows_in_flight(config: Config) -> bool:
@@ -101,10 +101,10 @@ def break_step(pipeline: Pipeline, where: str) -> None:
         next(pipeline.model.tower.parameters()).grad.view(-1)[0] = torch.nan
 
 
-def saved(pipeline: Pipeline, run: Path) -> dict[str, bytes]:
+def saved(pipeline: Pipeline, config: Config, run: Path) -> dict[str, bytes]:
     """A new checkpoint's tensors, of all ranks."""
     (run / "dataset.json").touch()
-    Saver(run, pipeline.model, pipeline.optimizer).save(pipeline.progress)
+    Saver(run, config, pipeline.model, pipeline.optimizer).save(pipeline.progress)
     return {part.name: part.read_bytes() for part in checkpoint_paths(run)[-1].glob("part-*")}
 
 
@@ -113,13 +113,15 @@ def a_broken_step(config: Config, where: str, breaks: int, run: Path) -> tuple[b
     in a checkpoint, what the progress says, and the table at the end."""
     with a_pipeline(config, 4) as pipeline:
         pipeline.train_step()
-        before, saved_before = whole_state(pipeline), saved(pipeline, run)
+        before, saved_before = whole_state(pipeline), saved(pipeline, config, run)
         assert len(saved_before) == pipeline.model.ranks.world_size
         break_step(pipeline, where if pipeline.model.ranks.rank == breaks else "nowhere")
         pipeline.check_gradients()
         skips = [*pipeline.skips]
         pipeline.apply_gradients()
-        unchanged = all(map(torch.equal, whole_state(pipeline), before)) and saved(pipeline, run) == saved_before
+        unchanged = (
+            all(map(torch.equal, whole_state(pipeline), before)) and saved(pipeline, config, run) == saved_before
+        )
         for _ in range(2):
             pipeline.train_step()
         assert not pipeline.skips and not all(map(torch.equal, whole_state(pipeline), before))

@@ -81,8 +81,7 @@ def test_bf16_is_taken_where_all_ranks_together_are_clearly_faster_in_it(
 def choose(run: Path, device: str = "cpu", **settings: Any) -> tuple[str, str]:
     ranks: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device(device))
     config = small_config(run, {"train.precision": "auto"} | settings)
-    config, why = precision.choose_precision(config, run, None, ranks)  # type: ignore[arg-type]
-    return config.train.precision, why
+    return precision.choose_precision(config.train.precision, config.model, run, None, ranks)  # type: ignore[arg-type]
 
 
 def test_where_there_is_nothing_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
