@@ -93,3 +93,12 @@ def naming_urls() -> Iterator[None]:
         if line == str(error):
             raise
         raise ValueError(line) from None
+
+
+@contextmanager
+def prefixed(what: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """An exception of the given kinds within becomes a ValueError whose line begins with `what`."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{what}{error}") from None

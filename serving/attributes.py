@@ -7,6 +7,7 @@ from typing import Any
 
 from logitmix.common.files import from_json
 from logitmix.common.mappings import counted, nearest
+from logitmix.common.messages import prefixed
 from logitmix.common.values import id_text
 from logitmix.serving.columns import Column
 from logitmix.serving.texts import Texts
@@ -21,26 +22,20 @@ def read_changes(file: Path, columns: Mapping[str, Column]) -> Changes:
     """From CSV with a header, whose ids are in the column `item` or the first one, or from JSON lines, objects with
     `item`. Of several lines of an item, the last one that has a column counts. ValueError that names the line for what
     is none of these, other columns, and values of another kind."""
-    try:
+    with prefixed(f"{file} cannot be read: ", (OSError, UnicodeError)):
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
     if text and not text.endswith("\n"):
         raise ValueError(f"{file}: its last line has no end; write the whole beside it, and then rename that")
     changes: Changes = {}
     for number, raw_id, row in _of_csv(file, text) if file.suffix == ".csv" else _of_json(file, text):
-        try:
+        with prefixed(f"{file}, line {number}: "):
             known = changes.setdefault(id_text(raw_id), {})
             for name, given in row.items():
                 if name not in columns:
                     there = ", ".join(columns) or "none"
                     raise ValueError(f"no filterable column {name!r}{nearest(name, [*columns])}; there are: {there}")
-                try:
+                with prefixed(f"{name} "):
                     known[name] = columns[name].value(given)
-                except ValueError as error:
-                    raise ValueError(f"{name} {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number}: {error}") from None
     return changes
 
 
@@ -62,10 +57,8 @@ def _of_csv(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
 def _of_json(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            try:
+            with prefixed(f"{file}, line {number}: not JSON: "):
                 found = from_json(line)
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number}: not JSON ({error})") from None
             if not isinstance(found, dict) or ITEM not in found:
                 raise ValueError(f"{file}, line {number}: {line:.40} is no object with {ITEM!r}")
             yield number, found.pop(ITEM), found

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import NamedTuple
 
-from logitmix.serving.connection import Connection
 from logitmix.serving.request import Question
 from logitmix.serving.retriever import Answer, Retriever
 
@@ -38,7 +37,7 @@ class ClientGone(Exception):
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     question: Question
-    client: Connection | None
+    gone: Callable[[], bool]
     answer: asyncio.Future[Answered]
     since: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
@@ -60,18 +59,22 @@ class Batcher:
         """Questions that wait."""
         return len(self._waiting)
 
-    async def ask(self, question: Question, client: Connection | None = None) -> Answered:
+    async def ask(self, question: Question, gone: Callable[[], bool] = lambda: False) -> Answered:
         """Returns the answer to a question, once its batch is answered.
+
+        Args:
+            question: What is asked.
+            gone: Says whether the client has closed its connection, so that nobody waits for the answer.
 
         Raises:
             QueueFull: Too many questions are waiting.
             ClientGone: The client has closed its connection.
         """
         if len(self._waiting) >= QUEUE:
-            self._drop(lambda of: of.gone or of.half_closed)
+            self._drop_those_gone()
         if len(self._waiting) >= QUEUE:
             raise QueueFull
-        waiting = _Waiting(question, client, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(question, gone, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._arrived.set()
         return await waiting.answer
@@ -87,11 +90,9 @@ class Batcher:
                         await self._until(size)
                 except TimeoutError:
                     pass
-                self._drop(lambda of: of.gone)
+                self._drop_those_gone()
                 if not self._waiting:
                     continue
-                # Those who may be gone come last.
-                self._waiting = deque(sorted(self._waiting, key=lambda of: bool(of.client and of.client.half_closed)))
                 totals = accumulate(of.question.options.k for of in islice(self._waiting, BATCH))
                 count = max(1, sum(total <= ROWS for total in totals))
                 batch = [self._waiting.popleft() for _ in range(count)]
@@ -110,15 +111,11 @@ class Batcher:
                         if not of.answer.done():
                             of.answer.set_result(Answered(found, retriever))
 
-    def _drop(self, whose: Callable[[Connection], bool]) -> None:
-        """Leaves out the questions of these clients."""
-        kept = deque[_Waiting]()
-        for of in self._waiting:
-            if not (of.client and whose(of.client)):
-                kept.append(of)
-            elif not of.answer.done():
-                of.answer.set_exception(ClientGone())
-        self._waiting = kept
+    def _drop_those_gone(self) -> None:
+        for waiting in [waiting for waiting in self._waiting if waiting.gone()]:
+            self._waiting.remove(waiting)
+            if not waiting.answer.done():
+                waiting.answer.set_exception(ClientGone())
 
     async def _until(self, count: int) -> None:
         """Waits until that many questions wait."""

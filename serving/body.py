@@ -9,14 +9,15 @@ from pydantic.json_schema import WithJsonSchema
 
 from logitmix.common.files import from_json
 from logitmix.common.mappings import nearest
+from logitmix.common.messages import prefixed
 from logitmix.common.values import id_texts
 from logitmix.serving.request import Question, UnknownIds
+from logitmix.serving.settings import MAX_STAGE_1
 
 MAX_K = 10_000
 MAX_HISTORY = 10_000
 MAX_IDS = 100_000
 """Most ids in `allowed` or `blocked`."""
-MAX_STAGE_1 = 1_000_000
 MAX_WHERE = 10_000
 
 
@@ -56,10 +57,8 @@ class Body(BaseModel):
 def parse(body: bytes, defaults: Mapping[str, Any] = MappingProxyType({})) -> Question:
     """`defaults`: the options of a body that does not say, as of `Question.of`. ValueError of one line for all that is
     not the JSON of a `Body`."""
-    try:
+    with prefixed("the body is not JSON: "):
         found = from_json(body)
-    except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
     try:
         Body.model_validate(found)
     except ValidationError as error:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import path_of
-from logitmix.serving.connection import Unread
 from logitmix.serving.group import Group, ShardsLost
 from logitmix.serving.guards import Allowed, read_token
 from logitmix.serving.live import POLL_SECONDS, LiveExport
 from logitmix.serving.ranking import Task, at_least
 from logitmix.serving.retriever import Retriever
-from logitmix.serving.server import Settings, make_app, say_of
+from logitmix.serving.server import make_app, say_of
+from logitmix.serving.settings import Settings
 from logitmix.serving.topk import least_key
 from logitmix.serving.workers import say
 
@@ -94,19 +94,11 @@ class Arguments(BaseModel):
         return LiveExport(path_of(self.directory), saying, group, deltas, None, where, attributes)
 
 
-class Part(Group):
-    """A process that ranks a part of the items, and is asked for it alone."""
-
-    def __init__(self, number: int, count: int) -> None:
-        super().__init__()
-        self.rank, self.size = number, count
-
-
 class Shard:
     """Ranks a part of the items for fronts."""
 
     def __init__(self, arguments: Arguments, number: int) -> None:
-        self._group = Part(number, arguments.shards)
+        self._group = Group(rank=number, size=arguments.shards)
         self._export = arguments.export(self._group, f"shard {number + 1}/{arguments.shards}")
         self._former = self._export.retriever
         Thread(target=self._watch, daemon=True).start()
@@ -252,7 +244,7 @@ class Front:
             self._export = reading.result()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._export, self._settings, Unread(), Event())
+        return make_app(self._export, self._settings)
 
 
 def build(arguments: Arguments) -> "Application":

@@ -1,10 +1,8 @@
 """A client's connection: how long the client may take, and how much of what it sends and has not read is held."""
 
 import asyncio
-import contextlib
-import ctypes
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import h11
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_BODY = 2**20
@@ -23,8 +21,8 @@ PATIENCE_SECONDS = 10.0
 """Time that a client has to send the head of a request, and then to send its body."""
 READ_RATE = 2**18
 """Bytes a second, at least, that a client reads of its answer, after PATIENCE_SECONDS."""
-TRIMMED = 2**23
-"""Bytes of unread answers whose memory is given back when they have been read."""
+PART = 2**18
+"""Bytes of an answer that are sent at once."""
 CONNECTIONS = 512
 SPARE = 32
 """Connections beyond these, for WATCHED alone."""
@@ -75,139 +73,77 @@ async def read_body(request: Request) -> bytes:
 
 @dataclass
 class Unread:
-    """Bytes of answers that clients have not read yet."""
+    """Size of the answers that clients have not read yet, in bytes."""
 
     size: int = 0
-    largest: int = 0
-    """Since `give_back`."""
 
-    def add(self, size: int) -> None:
-        self.size += size
-        self.largest = max(self.largest, self.size)
 
-    def give_back(self) -> None:
-        """The memory of many answers that have been read: the C library keeps it otherwise."""
-        if self.size == 0 and self.largest > TRIMMED:
-            self.largest = 0
-            with contextlib.suppress(AttributeError):  # another C library than glibc
-                ctypes.CDLL(None).malloc_trim(0)
+class Paced:
+    """Sends answers no faster than clients read them, and closes the connections of clients that are too slow."""
+
+    def __init__(self, app: ASGIApp, unread: Unread) -> None:
+        self.app, self.unread = app, unread
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = scope.get("state", {}).get("connection")
+
+        async def sending(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                return await send(message)
+            body = message["body"]
+            self.unread.size += len(body)
+            try:
+                # `send` first waits until what was sent before has left, so the last call waits for the whole answer.
+                async with asyncio.timeout(PATIENCE_SECONDS + len(body) / READ_RATE):
+                    for start in range(0, len(body), PART):
+                        await send({**message, "body": body[start : start + PART], "more_body": True})
+                    await send({**message, "body": b""})
+            except TimeoutError:
+                connection.transport.abort()
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            finally:
+                self.unread.size -= len(body)
+
+        await self.app(scope, receive, sending if connection else send)
 
 
 class Connection(H11Protocol):
-    """Closes connections whose clients are slow with the head of a request, or to read an answer, or go on to send
-    after it, and those beyond CONNECTIONS. One answer at a time waits to be read."""
+    """Closes connections whose clients are slow with the head of a request, and those beyond CONNECTIONS and SPARE."""
 
     _deadline: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
-    _size = 0
-    _finished = False
-    """Whether the answer that is being read is complete."""
-    below: asyncio.Transport | None = None
-    """That of an encrypted connection, whose own `transport` is in front of it."""
-    half_closed = False
-    """Whether the client has ended its side: it may read, or be gone."""
-
-    def __init__(self, unread: Unread, *arguments: Any, **others: Any) -> None:
-        super().__init__(*arguments, **others)
-        self.unread, self._patience = unread, PATIENCE_SECONDS
-        self.closed: Callable[[], object] = lambda: None
-        self.app_state = {**self.app_state, "connection": self}
-
-    @property
-    def is_made(self) -> bool:
-        """Whether there is a transport, for which an encrypted connection needs a handshake."""
-        return self.transport is not None
-
-    @property
-    def gone(self) -> bool:
-        """Whether nobody can read an answer."""
-        return self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.below is None:
-            self.below = transport
-            # So that `resume_writing` says that all has been sent.
-            transport.set_write_buffer_limits(high=0)
+        # For `Paced`: by default, up to 64 KiB that wait count as sent. A limit of 0 pauses asyncio's TLS for good.
+        transport.set_write_buffer_limits(high=1, low=0)
+        self.app_state = {**self.app_state, "connection": self}
+        patience = PATIENCE_SECONDS
         if len(self.connections) > CONNECTIONS + SPARE:
-            self._refuse("503 Service Unavailable", TOO_MANY, "Retry-After: 1\r\n")
+            transport.abort()
         elif len(self.connections) > CONNECTIONS:
-            self.app, self._patience = partial(_for_watchers, self.app), min(1.0, PATIENCE_SECONDS)
-        self._update_deadline()
+            self.app, patience = partial(_for_watchers, self.app), min(1.0, PATIENCE_SECONDS)
+        self._update_deadline(patience)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._update_deadline()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has sent a whole request is answered, for it may still read."""
-        self.half_closed = True
-        if self.below is not self.transport:  # TLS has no half of a connection
-            return False
-        if self.cycle is None or (self.cycle.response_complete and not self._finished):
-            return False
-        if self.cycle.more_body:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-            return False
-        self.cycle.keep_alive = False
-        return True
-
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.closed()
         self._cancel_deadline()
-        self._stop_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stop_reading()
-        assert self.below is not None
-        self._size = self.below.get_write_buffer_size()
-        self.unread.add(self._size)
-        patience = PATIENCE_SECONDS + self._size / READ_RATE
-        self._reading = self.loop.call_later(patience, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_reading()
-        if self._finished:
-            self._finished = False
-            self.on_response_complete()
-
-    def on_response_complete(self) -> None:
-        """Goes on with the next request of the connection when the client has read the answer to this one."""
-        if self.flow.write_paused and not self.transport.is_closing():
-            self._finished = True
-            return
-        super().on_response_complete()
-        if self.half_closed and self.cycle.response_complete:
-            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            self._refuse("400 Bad Request", "this is no valid HTTP request")
-        else:
+            super().send_400_response(msg)
+        else:  # an answer is under way
             self.transport.close()
 
-    def _refuse(self, status: str, message: str, lines: str = "") -> None:
-        body = error_response(500, message).body
-        head = f"HTTP/1.1 {status}\r\n{lines}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        self.transport.write(b"".join([head.encode(), b"Connection: close\r\n\r\n", body]))
-        self.transport.close()
-
-    def _stop_reading(self) -> None:
-        self.unread.size -= self._size
-        self._size = 0
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-    def _update_deadline(self) -> None:
+    def _update_deadline(self, patience: float | None = None) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._cancel_deadline()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(min(self._patience, PATIENCE_SECONDS), self.transport.close)
+            self._deadline = self.loop.call_later(patience or PATIENCE_SECONDS, self.transport.close)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
@@ -215,12 +151,10 @@ class Connection(H11Protocol):
             self._deadline = None
 
 
-TOO_MANY = f"more than {CONNECTIONS} connections are open; try again later"
-
-
 async def _for_watchers(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a spare connection."""
     if scope["path"] in WATCHED:
         await app(scope, receive, send)
     else:
-        await error_response(503, TOO_MANY, BUSY | CLOSE)(scope, receive, send)
+        message = f"more than {CONNECTIONS} connections are open; try again later"
+        await error_response(503, message, BUSY | CLOSE)(scope, receive, send)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from logitmix.common.mappings import cut, nearest
+from logitmix.common.messages import prefixed
 from logitmix.common.values import from_one
 from logitmix.serving.columns import OPERATORS, Column
 
@@ -109,10 +110,8 @@ class Filters:
         for name, most in limit.items():
             if name not in self.columns:
                 raise ValueError(f"limit: {_no_column(name, self.columns)}")
-            try:
+            with prefixed(f"limit: {name} "):
                 from_one(most)
-            except ValueError as error:
-                raise ValueError(f"limit: {name} {error}") from None
         return dict(limit)
 
     def within(self, items: np.ndarray, limit: Mapping[str, int]) -> list[int]:

@@ -40,9 +40,10 @@ class Group:
     missed: tuple[int, ...] = ()
     """The parts of the items, from 0, that the last answer lacks; who asks for one begins with none."""
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None" = None, rank: int = 0, size: int = 1) -> None:
+        """`rank` and `size`: the part of the items that a process without a group has."""
         self._group = group
-        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.rank, self.size = (rank, size) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.turn = threading.RLock()
         """Held by a thread from the first to the last of its calls that belong together."""
         _GROUPS.add(self)
@@ -79,9 +80,6 @@ class Group:
     def all_have(self, digest: str) -> bool:
         """Whether all parts that are there can answer from this export."""
         return True
-
-    def close(self) -> None:
-        """Ends what looks after the parts."""
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

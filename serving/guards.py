@@ -18,7 +18,9 @@ from logitmix.serving.connection import CLOSE, WATCHED, error_response
 
 PAGES = ("/", "/docs")
 """Paths of pages, the same for all exports and tokens: a browser that is led there has no token yet."""
-OPEN = (*PAGES, "/healthz", "/readyz")
+STATIC = "/static/"
+"""What the pages load."""
+OPEN = (*PAGES, "/openapi.json", "/healthz", "/readyz")
 """Paths that need no token: what asks for them is a browser, or an orchestrator of containers."""
 LEAST_TOKEN = 16
 
@@ -121,10 +123,11 @@ class Guarding:
             return error_response(
                 421, f"{host:.100} is no name of this server; logitmix serve --allow-host NAME adds one", CLOSE
             )
-        if path not in (*PAGES, *WATCHED) and not self.allowed.origin(headers):
+        is_static = path.startswith(STATIC)
+        if not (is_static or path in (*PAGES, *WATCHED) or self.allowed.origin(headers)):
             origin = headers.get("origin", "another site")
             return error_response(403, f"pages of {origin:.100} may not ask; --allow-origin ORIGIN lets them", CLOSE)
-        if path not in OPEN and not self.allowed.bearer(headers):
+        if not (is_static or path in OPEN or self.allowed.bearer(headers)):
             return error_response(
                 401, "the request needs the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
             )

@@ -69,7 +69,8 @@ class LiveExport:
             raise ValueError(f"there is no folder {deltas}; make it, or give another --deltas")
         self.refused = ""
         """Why there are deltas that are not applied, in one line."""
-        self._said_refused = ""
+        self._said = dict[str, str]()
+        """The last line of trouble, by what it is about."""
         self._base: tuple[object, Contents] | None = None
         self._made: tuple[Contents, Retriever] | None = None
         fetch(directory)
@@ -80,7 +81,6 @@ class LiveExport:
         self._looks = 0
         self.retriever: Retriever = self._next
         self._group.look_after(self.retriever.digest)
-        self._problem = ""
         self._say_refused()
         self._ended = Event()
         if attributes:
@@ -124,25 +124,26 @@ class LiveExport:
         return stamp(self._directory), stamps(self._deltas) if self._deltas else ()
 
     def _say_refused(self) -> None:
-        if self.refused and self.refused != self._said_refused:
-            self.say(f"not all deltas are applied: {self.refused}")
-        self._said_refused = self.refused
+        self._say_once("deltas", self.refused and f"not all deltas are applied: {self.refused}")
 
     def _look_at_files(self) -> None:
         """Says once that the export cannot answer any more, because somebody writes into its files."""
+        problem = ""
         try:
             self.retriever.files.check()
-            problem = ""
         except OSError as error:
             problem = str(error)
-        if problem and problem != self._problem:
-            self.say(problem)
-        self._problem = problem
+        self._say_once("files", problem)
+
+    def _say_once(self, about: str, trouble: str) -> None:
+        """Says a line of trouble, unless it was the last one about this; none if it is empty."""
+        if trouble and trouble != self._said.get(about):
+            self.say(trouble)
+        self._said[about] = trouble
 
     def release(self) -> None:
-        """Ends what looks at the store and at shards."""
+        """Ends what looks at the store."""
         self._ended.set()
-        self._group.close()
 
     @property
     def missing(self) -> Missing:
@@ -157,16 +158,14 @@ class LiveExport:
     def _fetch(self) -> None:
         """Fetches what has changed of an export at a URL, again and again until the end. Where that fails, the old one
         goes on, and a line says so once."""
-        before = ""
         while not self._ended.wait(STORE_SECONDS):
             problem = ""
             try:
                 fetch(self._directory)
             except Exception as error:  # whatever is wrong, it may be over at the next look
-                problem = " ".join((str(error) or type(error).__name__).split())
-                if problem != before and not self._ended.is_set():
-                    self.say(f"no new export can be fetched: {problem}")
-            before = problem
+                problem = f"no new export can be fetched: {' '.join((str(error) or type(error).__name__).split())}"
+            if not self._ended.is_set():
+                self._say_once("store", problem)
 
     def _read(self) -> Retriever:
         try:

@@ -1,8 +1,11 @@
 """What GET /metrics shows, besides memory, CPU time and open files of the process."""
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -15,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logitmix.serving.batcher import BATCH
 from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
-from logitmix.serving.workers import Worker
 
 PATHS = ("/", "/docs", "/healthz", "/items", "/metrics", "/openapi.json", "/readyz", "/retrieve", "/shadow")
 TRACING = (b"traceparent", b"tracestate", b"x-request-id")
@@ -67,19 +69,31 @@ class Metrics:
         self._identity.info({name: str(value) for name, value in identity(self._export.retriever).items()})
 
 
-class OfWorkers(Collector):
-    """The metrics of all workers, with a label that says whose they are: those of the others as they have left them."""
+def leave_metrics(folder: Path, registry: CollectorRegistry) -> None:
+    """Writes the metrics of this worker for the others."""
+    file = folder / f"{os.getpid()}.prom"
+    with suppress(OSError):  # they do without, and this one goes on
+        file.with_suffix(".part").write_bytes(prometheus_text(registry))
+        file.with_suffix(".part").replace(file)
 
-    def __init__(self, worker: Worker, own: CollectorRegistry) -> None:
-        self._texts = worker.metrics() | {worker.number: prometheus_text(own).decode()}
+
+class OfWorkers(Collector):
+    """The metrics of all workers, with a label that has their process: those of the others as they have left them."""
+
+    def __init__(self, folder: Path, own: CollectorRegistry) -> None:
+        leave_metrics(folder, own)
+        self._texts = {}
+        for file in folder.glob("*.prom"):
+            with suppress(FileNotFoundError):  # that worker has just ended
+                self._texts[file.stem] = file.read_text()
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for number, text in sorted(self._texts.items()):
+        for process, text in sorted(self._texts.items()):
             for found in families_of(text):
                 family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
                 for sample in found.samples:
-                    family.samples.append(sample._replace(labels={**sample.labels, "worker": str(number)}))
+                    family.samples.append(sample._replace(labels={**sample.labels, "worker": process}))
         return families.values()
 
 

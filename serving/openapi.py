@@ -1,5 +1,5 @@
-"""What GET /openapi.json says, from which /docs is made: FastAPI's description of the paths, with what each answers
-besides 200, who may ask, and what the export that answers has."""
+"""What GET /openapi.json says, from which /docs is made: FastAPI's description of the paths, with the docstrings of all
+entries, who may ask, and what the export that answers has."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -12,24 +12,10 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 from logitmix.common.docstrings import docs_of
 from logitmix.serving.body import Body
 from logitmix.serving.columns import Kind
-from logitmix.serving.connection import MAX_BODY, PATIENCE_SECONDS, WATCHED
 from logitmix.serving.explain import Named, Product, Similar, Why
-from logitmix.serving.guards import OPEN, PAGES, Allowed
+from logitmix.serving.guards import OPEN, Allowed
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Missing, Retriever, Row
-
-REFUSALS = {
-    400: "The request is malformed, or cannot be answered.",
-    401: "The token is missing, or is another one.",
-    403: "Another site's page asks.",
-    404: "There is no shadow.",
-    408: f"The body did not arrive within {PATIENCE_SECONDS:g} seconds.",
-    413: f"The body is larger than {MAX_BODY:,} bytes.",
-    421: "`Host` is no name of this server.",
-    500: "The server made a mistake, of which its log says more.",
-    503: "Too many requests wait, the server stops, or a shard or a file of the export is missing. The header "
-    "`Retry-After`, if it is there, says when to try again.",
-}
 
 
 class Identity(TypedDict):
@@ -130,25 +116,21 @@ def describe(app: FastAPI, allowed: Allowed) -> dict[str, Any]:
         docs = {name: {"description": text} for each in documented for name, text in docs_of(each).items()}
         fields = schemas[of.__name__]["properties"]
         schemas[of.__name__]["properties"] = {name: fields[name] | docs.get(name, {}) for name in docs | fields}
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    refusals = {str(status): {"description": text, "content": content} for status, text in REFUSALS.items()}
-    found["components"] = {"schemas": schemas, "responses": refusals}
+    found["components"] = {"schemas": schemas}
     if allowed.token:
         found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    refusal = {
+        "description": "The request is refused; the line says why.",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
     for path, operation in _operations(found):
-        told = operation["responses"]
-        (answer,) = told["200"]["content"].values()
+        answered = operation["responses"]["200"]
+        (answer,) = answered["content"].values()
         schema = schemas.get(answer["schema"].get("$ref", "").rpartition("/")[2], {})
-        told["200"]["description"] = schema.get("description", f"{operation['summary']}.")
-        statuses = {int(status) for status in told} | {400, 421, 500, 503}
-        statuses |= {403} if path not in (*PAGES, *WATCHED) else set()
-        statuses |= {408, 413} if "requestBody" in operation else set()
+        answered["description"] = schema.get("description", f"{operation['summary']}.")
+        operation["responses"] = {"200": answered, "default": refusal}
         if allowed.token and path not in OPEN:
             operation["security"] = [{"token": []}]
-            statuses |= {401}
-        operation["responses"] = {"200": told["200"]} | {
-            str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses & REFUSALS.keys())
-        }
     return found
 
 

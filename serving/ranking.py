@@ -6,7 +6,7 @@ Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k')
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -47,7 +47,7 @@ class Task:
     """Items that are wanted of each, however many the options say."""
     where: list[list[str]]
     """Of each request, conditions on the items that may be found, all of which must hold."""
-    few: list[bool]
+    few: list[bool] = field(default_factory=list)
     """For which requests no more items may be found than stage 1 would keep, so that it is left out."""
     only: Allowed | None = None
     """The items that all requests may find; None: all."""
@@ -162,33 +162,24 @@ class Ranker:
     def _allowed(self, task: Task) -> list[Allowed | None]:
         return self.may(task) if task.may is None else task.may
 
-    def few(
-        self,
-        query: Sides,
-        options: Options,
-        allowed: list[list[int] | None],
-        where: list[list[str]],
-        only: Allowed | None = None,
-    ) -> list[bool]:
+    def few(self, task: Task) -> list[bool]:
         """Task.few. Of one stage, a list is few, and what a tenth of the items fulfill."""
-        kept = options.kept(self._num_items)
-        two_stages = query.hindexer is not None and kept < self._num_items
+        kept = task.options.kept(self._num_items)
+        two_stages = task.query.hindexer is not None and kept < self._num_items
         most = kept if two_stages else self._num_items // 10
         found = []
-        for some, conditions in zip(allowed, where, strict=True):
-            may = self._may(conditions, only)
+        for some, may in zip(task.allowed, self.may(task), strict=True):
             is_short = some is not None and (not two_stages or len(some) <= most)
             found.append(is_short or (may is not None and may.count <= most))
         return found
 
     def may(self, task: Task) -> list[Allowed | None]:
         """For each request, the items that it may find by conditions; None if all."""
-        return [self._may(where, task.only) for where in task.where]
-
-    def _may(self, where: list[str], only: Allowed | None) -> Allowed | None:
-        """The items that a request may find by conditions; None if all."""
-        found = self._filters.allowed(*where) if where else None
-        return found if only is None else only if found is None else found & only
+        found = []
+        for where in task.where:
+            may, only = self._filters.allowed(*where) if where else None, task.only
+            found.append(may if only is None else only if may is None else may & only)
+        return found
 
     def _candidates(self, allowed: list[int] | None, excluded: list[int], may: Allowed | None) -> Tensor:
         """Those of this process's items that a request may find, ascending."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
+from logitmix.common.messages import prefixed
 from logitmix.common.values import as_list, from_one, id_texts, whole
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, RECENCY_FEATURE, RECENCY_VALUES, WANTED, require_kind
@@ -102,10 +103,8 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("k", "stage1"):
             if (value := getattr(self, name)) is not None or name == "k":
-                try:
+                with prefixed(f"{name} "):
                     object.__setattr__(self, name, from_one(value))
-                except ValueError as error:
-                    raise ValueError(f"{name} {error}") from None
         if self.stage1 is not None and self.stage1 < self.k:
             raise ValueError(f"stage1 is {self.stage1}; it must be at least k ({self.k})")
         if not isinstance(self.exclude_history, bool | None):
@@ -225,10 +224,8 @@ class RequestReader:
         if self._wanted and history:
             events = self._with_next(events or [{}] * len(history))
         want = self._want(request, place) if self._wanted else None
-        try:
+        with prefixed(f"request {place}: "):
             items = self.known(history) if unknown == "refuse" else self._places(history)
-        except ValueError as error:
-            raise ValueError(f"request {place}: {error}") from None
         kept = [at for at, item in enumerate(items) if item != UNKNOWN or unknown == "unknown"]
         known_events = [events[at] for at in kept] if events else None
         if known_events and want is not None:
@@ -258,10 +255,8 @@ class RequestReader:
         """What action is to come. ValueError, with the request's number, for what training saw no action of."""
         if request.get("want") is None:
             return None
-        try:
+        with prefixed(f"request {place}: want "):
             (want,) = id_texts([request["want"]])
-        except ValueError as error:
-            raise ValueError(f"request {place}: want {error}") from None
         require_kind(f"request {place}: want", want, self.wants)
         return want
 
@@ -276,10 +271,8 @@ class RequestReader:
         ]
 
     def _limit(self, request: Request, place: int) -> dict[str, int]:
-        try:
+        with prefixed(f"request {place}: "):
             return self._filters.require_limit(request.get("limit") or {})
-        except ValueError as error:
-            raise ValueError(f"request {place}: {error}") from None
 
     def _conditions(self, request: Request, place: int) -> list[str]:
         """On the items that a request may find. ValueError, with its number, for what is no condition."""
@@ -288,19 +281,15 @@ class RequestReader:
             return self._where
         if not isinstance(given, str):
             raise ValueError(f"request {place}: where is {given!r:.40}; it must be text, such as 'price < 50'")
-        try:
+        with prefixed(f"request {place}: "):
             self._filters.allowed(*self._where, given)
-        except ValueError as error:
-            raise ValueError(f"request {place}: {error}") from None
         return [*self._where, given]
 
     def known(self, raw_ids: Sequence[str | int]) -> list[int]:
         """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
         list of ids, such as a single text."""
-        try:
+        with prefixed("the list of ids "):
             texts = id_texts(as_list(raw_ids))
-        except ValueError as error:
-            raise ValueError(f"the list of ids {error}") from None
         places = self._places(texts)
         unknown = list(dict.fromkeys(text for text, place in zip(texts, places, strict=True) if place == UNKNOWN))
         if unknown:
@@ -348,10 +337,8 @@ def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any
     found: Any = request.get(entry)
     if isinstance(found, Set) and entry not in ("allowed", "blocked"):
         raise ValueError(f"request {place}: {entry} is a set, which has no order; it must be a list")
-    try:
+    with prefixed(f"request {place}: {entry} "):
         return [] if found is None else of(found)
-    except ValueError as error:
-        raise ValueError(f"request {place}: {entry} {error}") from None
 
 
 def _ids(request: Request, entry: str, place: int) -> list[str]:
@@ -365,19 +352,15 @@ def _times(request: Request, length: int, place: int) -> list[int]:
     timestamps, time = _list(request, "timestamps", place), request.get("time")
     if timestamps and len(timestamps) != length:
         raise ValueError(f"request {place} has {len(timestamps)} timestamps for {length} items of its history")
-    try:
+    with prefixed(f"request {place}: one of its timestamps "):
         times = [whole(of) for of in timestamps]
-    except ValueError as error:
-        raise ValueError(f"request {place}: one of its timestamps {error}") from None
     for before, after in pairwise(times):
         if after < before:
             raise ValueError(
                 f"request {place}: its timestamps fall, from {before} to {after}; they must be oldest first"
             )
-    try:
+    with prefixed(f"request {place}: its time "):
         now = times[-1:] if time is None else [whole(time)]
-    except ValueError as error:
-        raise ValueError(f"request {place}: its time {error}") from None
     if times and now < times[-1:]:
         raise ValueError(f"request {place}: its time is {now[0]}; its last action was at {times[-1]}")
     return (times or length * now) + now

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import from_json, writing_whole
+from logitmix.common.messages import prefixed
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 
@@ -20,10 +21,8 @@ def read_requests(path: Path) -> list[Request]:
         raise ValueError(f"no file at {path}; --histories must name one, with JSON in each line")
     requests: list[Request] = []
     for number, line in _lines(path).items():
-        try:
+        with prefixed(f"{path}, line {number}: not JSON: "):
             found = from_json(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
         if isinstance(found, list):
             requests.append({"history": found})
         elif isinstance(found, dict):

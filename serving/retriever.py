@@ -183,11 +183,6 @@ class Retriever:
         """X; the items after these in `raw_ids` were removed, and no answer has them."""
         return self._about.num_items
 
-    @property
-    def num_own(self) -> int:
-        """Items that this process ranks."""
-        return len(self._ranker.items.own)
-
     @torch.inference_mode()
     def retrieve(
         self,
@@ -566,8 +561,8 @@ class Retriever:
         if not self._ranker.group.alone:
             query = each(query, Tensor.cpu)
         allowed, where = [of.allowed for of in asked], [of.where for of in asked]
-        few = self._ranker.few(query, options, allowed, where, only)
-        task = Task(self.digest, query, allowed, excluded, options, most, where, few, only)
+        task = Task(self.digest, query, allowed, excluded, options, most, where, only=only)
+        task = replace(task, few=self._ranker.few(task))
         # Shards need not have the columns' values of this moment.
         return replace(task, may=self._ranker.may(task)) if self._ranker.group.has_shards else task
 

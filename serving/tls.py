@@ -1,15 +1,12 @@
-"""TLS: the certificate of a server, the certificates of its clients, and connections that are encrypted."""
+"""TLS: the certificate of a server and the certificates of its clients, of files that may be replaced."""
 
-import asyncio
 import ssl
-from asyncio import sslproto
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from logitmix.common.files import file_stamp
-from logitmix.serving.connection import PATIENCE_SECONDS, Connection
 
 
 @dataclass
@@ -21,11 +18,17 @@ class Tls:
     key: Path
     client_ca: Path | None = None
     """Authorities, one of which must have signed each client's certificate; clients need none without it."""
-    context: ssl.SSLContext = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._seen = self._stamps()
+        self._made()
+
+    def load(self, *_: object) -> ssl.SSLContext:
+        """Returns what uvicorn encrypts connections with: each new one by the files as they are then."""
         self.context = self._made()
+        current = _Current(ssl.PROTOCOL_TLS_SERVER)
+        current.tls = self
+        return current
 
     def refresh(self, say: Callable[[str], object]) -> None:
         """Takes over files that were replaced, for new connections; if they cannot be used, says so once."""
@@ -80,34 +83,10 @@ def _refuse() -> str:
     raise ValueError("--tls-key is encrypted, and a server cannot ask for its password: openssl pkey writes it plainly")
 
 
-class Encrypted(sslproto.SSLProtocol):
-    """Between a transport and a connection, which is told of what the client has not read of the transport: asyncio's
-    own tells it of a buffer in front of that, which is always empty."""
+class _Current(ssl.SSLContext):
+    """Takes the context that the files give now for each connection."""
 
-    def __init__(self, connection: Connection, context: ssl.SSLContext, done: asyncio.Future[None]) -> None:
-        """`done` ends with the handshake, or with the OSError that ends it, after PATIENCE_SECONDS at the latest."""
-        super().__init__(
-            connection.loop,
-            connection,
-            context,
-            done,
-            server_side=True,
-            ssl_handshake_timeout=PATIENCE_SECONDS,  # type: ignore[arg-type]
-            ssl_shutdown_timeout=PATIENCE_SECONDS,
-        )
-        self._connection = connection
+    tls: Tls
 
-    def connection_made(self, transport: Any) -> None:
-        transport.set_write_buffer_limits(high=0)
-        self._connection.below = transport
-        super().connection_made(transport)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._connection.is_made:
-            self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._connection.is_made:
-            self._connection.resume_writing()
+    def wrap_bio(self, *arguments: Any, **others: Any) -> ssl.SSLObject:
+        return self.tls.context.wrap_bio(*arguments, **others)

@@ -72,7 +72,7 @@ COMMANDS = tuple(re.findall(r"^  ([a-z]\S*) ", USAGE, re.MULTILINE))
 BASE_MODULES = ("docstring_parser", "fsspec", "numpy", "pyarrow", "rich", "safetensors", "tomli_w", "torch", "tyro")
 EXTRA_MODULES = {
     "train": ("torchrec", "fbgemm_gpu", "tensorboard", "matplotlib"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "serve": ("fastapi", "fastapi_swagger", "uvicorn", "prometheus_client"),
 }
 """Modules that `pip install logitmix` brings, and those that its extras add."""
 

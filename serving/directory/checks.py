@@ -7,6 +7,7 @@ from typing import Any
 
 from logitmix.common.checked import require_entry, require_fields
 from logitmix.common.mappings import brief, first_line, from_mapping
+from logitmix.common.messages import prefixed
 from logitmix.serving.directory.format import (
     COLUMNS,
     IDS,
@@ -36,10 +37,8 @@ def about_of(file: Path, manifest: Mapping[str, Any]) -> About:
     one that a newer logitmix adds must default to the earlier behavior."""
     given = [name for name in (*_ABOUT, "filterable") if name in manifest]
     tree = {name: manifest[name] for name in given} | {"source": {name: manifest[name] for name in _SOURCE}}
-    try:
+    with prefixed(f"{file}: ", TypeError):
         about = from_mapping(About, tree, str(file))
-    except TypeError as error:
-        raise ValueError(f"{file}: {error}") from None
     if not 1 <= about.num_items <= MAX_ITEMS:
         raise ValueError(f"{file}: num_items is {about.num_items}, not a number from 1 to {MAX_ITEMS}")
     if about.removed < 0:

@@ -11,6 +11,7 @@ from torch import Tensor
 from logitmix.common.checked import check_file, fields_of, require_fields
 from logitmix.common.files import file_stamp, require_tensors
 from logitmix.common.mappings import brief
+from logitmix.common.messages import prefixed
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM
 from logitmix.serving.columns import read_columns
@@ -144,10 +145,8 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     for name, shard in shards.items() if about.holds_inputs else ():
         if name in own and (problem := ItemInputs.of_tensors(shard, about.schema).problem(about.schema)):
             raise ValueError(f"{path / name}: its {problem}")
-    try:
+    with prefixed(f"{path / COLUMNS}: its "):
         columns = read_columns(about.filterable, found.get(COLUMNS, {}))
-    except ValueError as error:
-        raise ValueError(f"{path / COLUMNS}: its {error}") from None
     return Contents(
         about=about,
         weights=found[WEIGHTS],

@@ -21,7 +21,8 @@ from logitmix.serving.attributes import read_changes
 from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever
-from logitmix.serving.server import Settings, serve
+from logitmix.serving.server import load_app
+from logitmix.serving.settings import Settings
 from logitmix.trainer import cli
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.columns import column_of
@@ -157,7 +158,7 @@ def test_a_boost_needs_to_know_what_is_new(served: Served) -> None:
         assert server.ask({"history": [IDS[3]], "boost_new": 0})[0] == 200
         assert server.ask(b'{"boost_new": NaN}')[0] == server.ask({"boost_new": "1"})[0] == 400
     with pytest.raises(ValueError, match=said):
-        serve(served.path, "127.0.0.1", 0, 0, Settings(boost_new=1.0))
+        load_app(served.path, Settings(boost_new=1.0))
 
 
 def test_a_default_joins_what_requests_say(served: Served) -> None:

@@ -50,8 +50,9 @@ from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
 from logitmix.serving.request import Options, Question, Request
 from logitmix.serving.retriever import Answer, Retriever, Row
-from logitmix.serving.server import Settings, make_server
-from logitmix.serving.tls import Tls
+from logitmix.serving.server import make_app
+from logitmix.serving.settings import Settings
+from logitmix.serving.workers import bound, make_config, say
 from logitmix.trainer import cli
 from logitmix.trainer.export.columns import column_of
 
@@ -106,14 +107,14 @@ def running(
     folder: Path | LiveExport,
     allowed: Allowed = ALLOWED,
     deltas: Path | None = None,
-    drain: float = 0.0,
     shadow: LiveExport | None = None,
-    tls: Tls | None = None,
+    **others: Any,
 ) -> Iterator[Running]:
     said: list[str] = []
     export = LiveExport(folder, said.append, deltas=deltas) if isinstance(folder, Path) else folder
-    with workers_module.bound("127.0.0.1", 0) as listening:
-        server = make_server(export, Settings(drain=drain, allowed=allowed, tls=tls), shadow=shadow)
+    settings = Settings(allowed=allowed, **others)
+    with bound("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(make_config(make_app(export, settings, shadow), settings))
         thread = threading.Thread(target=server.run, args=[[listening]])
         thread.start()
         try:
@@ -197,8 +198,8 @@ async def batching(retriever: Any = None, wait: float = 0.01) -> AsyncIterator[t
 
 
 async def at_once(batcher: Batcher, of: Sequence[Question], clients: Sequence[Any] = ()) -> list[Any]:
-    """The answers to questions, or exceptions."""
-    clients = clients or [None] * len(of)
+    """The answers to questions, or exceptions. `clients`: for each question, what says whether its client is gone."""
+    clients = clients or [bool] * len(of)
     return await asyncio.gather(*map(batcher.ask, of, clients), return_exceptions=True)
 
 
@@ -379,23 +380,6 @@ def test_an_answer_repeats_what_traces_its_request(silent: Running) -> None:
     assert b"traceparent" not in asked_with(silent, "/retrieve", "Host: here")[1]
 
 
-def test_a_server_that_shall_end_goes_on_until_it_is_not_asked_any_more(folder: Path) -> None:
-    with running(folder, drain=60) as server:
-        assert server.ask(b"", "GET", "/readyz")[0] == 200
-        server.server.handle_exit(signal.SIGTERM, None)
-        assert server.ask(b"", "GET", "/readyz") == (503, {"error": "the server stops"})
-        assert server.ask(b"", "GET", "/healthz")[0] == server.ask({"history": ["id 7"]})[0] == 200
-        assert not server.server.should_exit
-        server.server.handle_exit(signal.SIGTERM, None)
-        assert server.server.should_exit
-
-
-def test_a_server_ends_after_its_time(folder: Path) -> None:
-    with running(folder, drain=0.1) as server:
-        server.server.handle_exit(signal.SIGTERM, None)
-        until(lambda: server.server.should_exit)
-
-
 NESTED = b'{"user": {"age": ' + b"[" * 900 + b"]" * 900 + b"}}"
 MALFORMED = [
     b"",
@@ -494,7 +478,8 @@ def test_what_is_not_http_is_refused(silent: Running, monkeypatch: pytest.Monkey
     monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.2)
     received = silent.send(sent)
     assert received == b"" or re.match(rb"HTTP/1.1 4\d\d ", received), received
-    assert received == b"" or list(json.loads(received.partition(b"\r\n\r\n")[2])) == ["error"]
+    text = received.partition(b"\r\n\r\n")[2]
+    assert text == b"" or b"Invalid HTTP request received." in text or list(json.loads(text)) == ["error"]
 
 
 def test_a_length_that_is_too_short_is_believed(silent: Running) -> None:
@@ -609,9 +594,7 @@ def test_too_many_connections_are_refused(silent: Running, monkeypatch: pytest.M
     monkeypatch.setattr(connection_module, "SPARE", 1)
     held = [silent.connect() for _ in range(3)]
     try:
-        refused = silent.send()
-        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
-        assert list(json.loads(refused.partition(b"\r\n\r\n")[2])) == ["error"]
+        assert silent.send() == b""
         held.pop().close()
         # The spare connection is for those who watch the server.
         until(lambda: b"\r\nretry-after: 1\r\n" in silent.send(head(2, "/retrieve", "Connection: close"), b"{}"))
@@ -690,8 +673,10 @@ def test_a_token_lets_in_who_has_it(folder: Path) -> None:
             assert status == 401 and b"www-authenticate: Bearer\r\n" in received
         for given in (f"Authorization: Bearer {TOKEN}", f"authorization: bearer  {TOKEN} "):
             assert asked_with(server, "/retrieve", "Host: here", given)[0] == 200
-        for path, status in (("/", 200), ("/healthz", 200), ("/readyz", 200), ("/metrics", 401), ("/items", 401)):
-            assert server.status(path) == status
+        for path in ("/", "/healthz", "/readyz", "/static/page.js"):
+            assert server.status(path) == 200
+        for path in ("/metrics", "/items"):
+            assert server.status(path) == 401
         assert server.status("/metrics", {"Authorization": f"Bearer {TOKEN}"}) == 200
     assert TOKEN not in repr(Allowed(token=TOKEN))
 
@@ -708,18 +693,6 @@ def test_tokens_that_are_none(tmp_path: Path) -> None:
     assert read_token(file) == TOKEN
 
 
-def test_who_has_ended_their_side_is_answered(silent: Running) -> None:
-    for before in (b"", head(2) + b"{}"):
-        with silent.connect() as client:
-            client.sendall(before + head(21) + b'{"history": ["id 7"]}')
-            client.shutdown(socket.SHUT_WR)
-            assert b"HTTP/1.1 200 " in read_all(client)
-    with silent.connect() as client:
-        client.sendall(head(21) + b'{"history"')
-        client.shutdown(socket.SHUT_WR)
-        assert read_all(client) == b""
-
-
 def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> None:
     chunked = b"POST /nothing HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
     with silent.connect() as client:
@@ -732,21 +705,24 @@ def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> No
         assert read_all(client) == b""
 
 
-def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers that a client asked for at once are made one by one, as it reads them."""
+def require_cut_off(server: Running, client: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks for 4,000 pages at once, and reads nothing. They are made one by one, as the client reads them."""
     monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.3)
-    made: list[int] = []
-    page = server_module._page
-    monkeypatch.setattr(server_module, "_page", lambda *of: made.append(1) or page(*of))
-    asked = 4000
+    monkeypatch.setattr(connection_module, "READ_RATE", 2**30)
+    pages = 'logitmix_requests_total{path="/",'
+    asked, before = 4000, server.metric(pages)
+    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * asked)
+    until(lambda: bool(server.server.server_state.connections))
+    until(lambda: not server.server.server_state.connections)
+    assert 0 < server.metric(pages) - before < asked
+
+
+def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(10)
         client.connect(("127.0.0.1", silent.port))
-        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * asked)
-        until(lambda: bool(made))
-        until(lambda: len(silent.server.server_state.connections) == 0)
-    assert 0 < len(made) < asked
+        require_cut_off(silent, client, monkeypatch)
 
 
 def test_answers_that_nobody_reads_are_bounded(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -756,41 +732,26 @@ def test_answers_that_nobody_reads_are_bounded(silent: Running, monkeypatch: pyt
     assert silent.ask({**asked, "k": 2})[0] == 200
 
 
-@dataclass
-class FakeClient:
-    gone: bool = False
-    half_closed: bool = False
-
-
-def test_who_is_gone_is_not_answered_and_who_may_be_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_gone_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     retriever = NothingFound()
 
     async def asked() -> list[Any]:
-        clients: list[Any] = [
-            FakeClient(),
-            FakeClient(gone=True),
-            FakeClient(half_closed=True),
-            FakeClient(),
-            FakeClient(),
-        ]
         async with batching(retriever) as (batcher, _):
-            found = await at_once(batcher, [question({}, k) for k in range(1, 6)], clients)
-        monkeypatch.setattr(batcher_module, "QUEUE", 2)
-        full = [asyncio.create_task(batcher.ask(question({}), of)) for of in (clients[2], clients[3])]
-        await asyncio.sleep(0)
-        full.append(asyncio.create_task(batcher.ask(question({}), clients[4])))
-        with pytest.raises(ClientGone):
-            await full[0]
-        with pytest.raises(QueueFull):
-            await batcher.ask(question({}), clients[0])
-        for task in full[1:]:
-            task.cancel()
-        return found
+            return await at_once(batcher, [question({}, k) for k in range(1, 4)], [bool, lambda: True, bool])
 
-    monkeypatch.setattr(batcher_module, "BATCH", 2)
     found = asyncio.run(asked())
-    assert retriever.batches == [[1, 4], [5, 3]]
-    assert [type(of) for of in found] == [Answered, ClientGone, *[Answered] * 3]
+    assert retriever.batches == [[1, 3]]
+    assert [type(of) for of in found] == [Answered, ClientGone, Answered]
+
+
+def test_who_is_gone_makes_room_in_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher_module, "QUEUE", 2)
+
+    async def asked() -> list[Any]:
+        async with batching(NothingFound()) as (batcher, _):
+            return await at_once(batcher, [question({})] * 4, [bool, lambda: True, bool, bool])
+
+    assert [type(of) for of in asyncio.run(asked())] == [Answered, ClientGone, Answered, QueueFull]
 
 
 def test_files_that_are_written_to_while_they_are_served(
@@ -942,21 +903,21 @@ def test_items_are_searched_by_words_and_with_slips() -> None:
         assert "".join(searched([*"1234"], titles, query, 9)) == ids, query
 
 
-@pytest.mark.parametrize(("path", "pictures"), [("/", "http: https: data:"), ("/docs", "data:")])
-def test_a_page_needs_nothing_else(server: Running, path: str, pictures: str) -> None:
-    page, headers = server.get(path)
-    policy = headers["Content-Security-Policy"]
-    assert headers["Content-Type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self';" in policy
-    for tag in ("script", "style"):
-        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}';" in policy
-    assert page.count("function element(") == page.count("prefers-color-scheme: dark") == 1
-    # No address but its own, and nothing from data becomes markup.
-    assert re.findall(r"https?:|//\w|<link(?! rel=\"icon\" href=\"data:,\")|<img|@import", page) == []
-    assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
-    # Texts may be the addresses of pictures.
-    assert f"img-src {pictures};" in policy and "img-src data:;" in server_module._page("page", False)[1]
+def test_pages_need_nothing_else(server: Running) -> None:
+    for path in ("/", "/docs"):
+        page, headers = server.get(path)
+        policy = headers["Content-Security-Policy"]
+        assert headers["Content-Type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self';" in policy
+        for script in re.findall(r"<script>(.*?)</script>", page, re.DOTALL):
+            assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+        loaded = re.findall(r'(?:src|href)="(static/[^"]*)"', page)
+        assert len(loaded) == 2 and all(server.status(f"/{file}") == 200 for file in loaded)
+        # No address but its own.
+        assert re.findall(r"https?:|//\w|@import", page) == []
+    # Nothing from data becomes markup.
+    script, _ = server.get("/static/page.js")
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script) == []
 
 
 def test_metrics(folder: Path) -> None:
@@ -1014,7 +975,7 @@ def test_a_new_export_takes_over_without_a_lost_request(tmp_path: Path, monkeypa
 
 def test_lines_that_nobody_reads_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export_small(small_model("mol", X), tmp_path / "served")
-    export = LiveExport(folder, workers_module.say)
+    export = LiveExport(folder, say)
     export_small(small_model("mol", X + 1), folder, overwrite=True)
     reading, writing = os.pipe()
     os.close(reading)
@@ -1046,7 +1007,7 @@ def test_a_broken_export_is_not_used(tmp_path: Path) -> None:
 
 def test_what_takes_too_long_when_the_server_stops_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Event()
-    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(workers_module, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(Retriever, "answer", lambda of, asked: [{"items": []} for _ in asked if begin.wait(10)])
     with ThreadPoolExecutor(1) as clients, running(folder) as server:
         found = clients.submit(server.ask, {"history": ["id 7"]})
@@ -1105,8 +1066,7 @@ def test_the_command_answers_and_ends(folder: Path, tmp_path: Path, monkeypatch:
         ("FOLDER --port 0 --threads -1", "--threads is -1; it must be from 0 to 1024"),
         ("FOLDER --port 0 --threads 99999999999999", "--threads is 99999999999999; it must be from 0 to 1024"),
         ("FOLDER --workers 2 --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
-        ("FOLDER --workers 0", "--workers is 0; it must be at least 1"),
-        ("FOLDER --workers 257 --port 0", "--workers is 257; it must be at most 256"),
+        ("FOLDER --workers 0 --port 0", "--workers is 0; it must be from 1 to 256"),
     ],
 )
 def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:

@@ -7,10 +7,11 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPSConnection
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from small_models import export_small, raw_ids, small_model
-from test_server import head, read_all, running
-from test_workers import given, worker_of
+from test_server import head, read_all, require_cut_off, running
 from waiting import until
 
-from logitmix.serving import connection as connection_module
 from logitmix.serving import server as server_module
-from logitmix.serving import tls as tls_module
 from logitmix.serving.guards import Allowed
 from logitmix.serving.tls import Tls
 
@@ -78,48 +76,21 @@ def get(
         return answer.status, json.loads(answer.read())
 
 
-@contextmanager
-def encrypted(port: int, pki: Path) -> Iterator[ssl.SSLSocket]:
-    with (
-        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
-        of_client(pki).wrap_socket(plain, server_hostname="localhost") as client,
-    ):
-        yield client
-
-
 def test_who_does_not_shake_hands_hinders_nobody(
-    folder: Path, pki: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: Any
+    folder: Path, pki: Path, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
-    monkeypatch.setattr(tls_module, "PATIENCE_SECONDS", 100.0)
     tls, context = Tls(pki / "server.pem", pki / "server.key"), of_client(pki)
-    with running(folder, Allowed(token=TOKEN), tls=tls) as server:
-        with server.connect() as silent, server.connect() as strange, server.connect() as half:
+    with running(folder, Allowed(token=TOKEN), tls=tls) as server, server.connect() as silent:
+        with server.connect() as strange, server.connect() as half:
             strange.sendall(head(0))
             half.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
             assert b"HTTP" not in read_all(strange)
             status, found = get(server.port, context, "/retrieve", {"history": [raw_ids(X)[3]], "k": 2}, TOKEN)
             assert status == 200 and len(found["items"]) == 2
             assert get(server.port, context, "/items")[0] == 401
-            until(lambda: len(server.server._given) == 2)  # type: ignore[attr-defined]
-            silent.settimeout(0.1)
-            with pytest.raises(TimeoutError):
-                silent.recv(1)
-        until(lambda: not server.server._given)  # type: ignore[attr-defined]
-        monkeypatch.setattr(tls_module, "PATIENCE_SECONDS", 0.2)
-        with server.connect() as silent:
-            assert read_all(silent) == b""
-        # Nor do they take the place of others beyond a number.
-        monkeypatch.setattr(server_module, "CONNECTIONS", 1)
-        monkeypatch.setattr(server_module, "SPARE", 0)
-        monkeypatch.setattr(tls_module, "PATIENCE_SECONDS", 100.0)
-        until(lambda: not server.server._given)  # type: ignore[attr-defined]
-        with server.connect(), server.connect() as another:
-            assert read_all(another) == b""
-        until(lambda: not server.server._given)  # type: ignore[attr-defined]
-        with server.connect() as silent:  # the server ends all the same
-            until(lambda: bool(server.server._given))  # type: ignore[attr-defined]
-            server.server.should_exit = True
-            assert read_all(silent) == b""
+        silent.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            silent.recv(1)
     assert (caplog.records, capfd.readouterr()) == ([], ("", ""))
 
 
@@ -145,37 +116,23 @@ def test_the_health_check_of_the_image_takes_no_proxy(folder: Path, pki: Path, t
     assert subprocess.run(check, env=proxies, capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_who_does_not_read_is_cut_off(folder: Path, pki: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """What is not read is counted, which asyncio's own protocol hides, and no further answer is made."""
-    monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(connection_module, "READ_RATE", 2**30)
-    page, made, sizes = server_module._page("page", True), list[int](), list[int]()
-    monkeypatch.setattr(server_module, "_page", lambda *_: made.append(1) or ("~" * 2**24, page[1]))
-    add = connection_module.Unread.add
-    monkeypatch.setattr(connection_module.Unread, "add", lambda of, size: sizes.append(size) or add(of, size))
+def test_who_does_not_read_is_cut_off(folder: Path, pki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls = Tls(pki / "server.pem", pki / "server.key")
-    with running(folder, tls=tls) as server, encrypted(server.port, pki) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * count)
-        until(lambda: bool(sizes))
-        until(lambda: not server.server.server_state.connections)
-        assert len(made) == len(sizes) == 1 and sizes[0] > 2**23
+    with running(folder, tls=tls) as server, server.connect() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with of_client(pki).wrap_socket(plain, server_hostname="localhost") as client:
+            require_cut_off(server, client, monkeypatch)
 
 
-def test_an_answer_of_any_length_is_read(folder: Path, pki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = server_module._page("page", True)
-    monkeypatch.setattr(server_module, "_page", lambda *_: ("~" * 2**23, page[1]))
-    with (
-        running(folder, tls=Tls(pki / "server.pem", pki / "server.key")) as server,
-        encrypted(server.port, pki) as client,
-    ):
+def test_an_answer_of_any_length_is_read(folder: Path, pki: Path) -> None:
+    script = resources.files("fastapi_swagger.resources") / "swagger-ui-bundle.js"
+    tls = Tls(pki / "server.pem", pki / "server.key")
+    with running(folder, tls=tls) as server:
+        client = HTTPSConnection("localhost", server.port, timeout=10, context=of_client(pki))
         for _ in range(2):
-            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            left = 2**23
-            while left:
-                left -= client.recv(2**20).count(b"~")
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert read_all(client).count(b"~") == 2**23
+            client.request("GET", "/static/swagger-ui-bundle.js")
+            assert client.getresponse().read() == script.read_bytes()
+        client.close()
 
 
 def test_files_that_are_replaced(folder: Path, pki: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,19 +151,6 @@ def test_files_that_are_replaced(folder: Path, pki: Path, tmp_path: Path, monkey
         with pytest.raises(ssl.SSLCertVerificationError):
             get(server.port, of_client(pki))
         assert get(server.port, ssl.create_default_context(cafile=pki / "other.pem"))[0] == 200
-
-
-def test_a_worker_shakes_hands(folder: Path, pki: Path, tmp_path: Path) -> None:
-    """And says so when there is no connection after all, which its supervisor counts."""
-    tls = Tls(pki / "server.pem", pki / "server.key")
-    with worker_of(0, folder, tmp_path, tls) as (control, _), given(control) as silent, given(control) as plain:
-        with of_client(pki).wrap_socket(plain, server_hostname="localhost") as client:
-            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            assert read_all(client).startswith(b"HTTP/1.1 200 ")
-        assert control.recv(100) == b"closed\n"
-        silent.sendall(head(0))
-        assert b"HTTP" not in read_all(silent)
-        assert control.recv(100) == b"closed\n"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,11 @@ OPTIONAL = {
     "MLflow": (("mlflow",), "train --train.loggers mlflow", "pip install mlflow"),
     "W&B": (("wandb",), "train --train.loggers wandb", "pip install wandb"),
     "torchx": (("torchx",), "it starts jobs on clusters", "pip install torchx"),
-    "server": (("fastapi", "uvicorn", "prometheus_client"), "serve", "pip install fastapi uvicorn prometheus-client"),
+    "server": (
+        ("fastapi", "fastapi_swagger", "uvicorn", "prometheus_client"),
+        "serve",
+        "pip install fastapi fastapi-swagger uvicorn prometheus-client",
+    ),
     "faiss": (("faiss",), "export --faiss", "pip install faiss-cpu"),
     "ONNX": (("onnx", "onnxscript"), "export --onnx", "pip install onnx onnxscript"),
     "S3": (("s3fs",), "URLs that begin with s3://", "pip install s3fs"),

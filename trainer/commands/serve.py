@@ -1,16 +1,14 @@
 """`logitmix serve`: answers over HTTP, with a page to try it out."""
 
-import sys
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import tyro
 
-from logitmix.common.mappings import require
-from logitmix.common.plugins import flags
 from logitmix.common.storage import path_of
 from logitmix.launch.processes import launched
-from logitmix.trainer.commands.options import ExportPlace, importing, threads_of_each
+from logitmix.trainer.commands.options import ExportPlace, threads_of_each
 from logitmix.trainer.commands.words import parse
 
 if TYPE_CHECKING:
@@ -71,42 +69,39 @@ class Arguments:
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "serve", words)
-    require(arguments.workers >= 1, "--workers", arguments.workers, "at least 1")
     if launched():
         raise ValueError("serve is no job for torchrun: docs/serving.md says how several machines share the items")
     from logitmix.serving.guards import Allowed, exposed, read_token
-    from logitmix.serving.workers import Worker, run_workers, say
+    from logitmix.serving.settings import Settings
+    from logitmix.serving.workers import say, serve
 
     token, tls = read_token(path_of(arguments.token_file)) if arguments.token_file else "", _tls(arguments)
-    worker = Worker.of_environment()
-    for flag, file in {} if worker else {"--token-file": arguments.token_file, "--tls-key": arguments.tls_key}.items():
+    for flag, file in {"--token-file": arguments.token_file, "--tls-key": arguments.tls_key}.items():
         if file and (line := exposed(flag, path_of(file))):
             say(line)
-    if arguments.workers > 1 and not worker:
-        command = [sys.executable, "-P", "-m", "logitmix.trainer", "serve", *words, *flags()]
-        threads = threads_of_each(arguments.workers)
-        place = arguments.host, arguments.port, arguments.drain_seconds
-        raise SystemExit(
-            run_workers(command, arguments.workers, threads, *place, bool(token), "https" if tls else "http")
-        )
-    with importing():
-        from logitmix.serving.server import Settings, serve
-
-    served = path_of(arguments.directory), arguments.host, arguments.port, arguments.threads
-    deltas, shadow = (path_of(of) if of else None for of in (arguments.deltas, arguments.shadow))
-    allowed = Allowed(arguments.allow_host, arguments.allow_origin, token)
+    attributes, deltas, shadow = (
+        path_of(of) if of else None for of in (arguments.attributes, arguments.deltas, arguments.shadow)
+    )
     settings = Settings(
         arguments.wait_ms,
         arguments.stage1,
         arguments.boost_new,
         arguments.where,
-        path_of(arguments.attributes) if arguments.attributes else None,
-        arguments.drain_seconds,
+        attributes,
+        deltas,
+        shadow,
         arguments.shadow_share,
-        allowed,
+        arguments.threads,
+        arguments.drain_seconds,
+        Allowed(arguments.allow_host, arguments.allow_origin, token),
         tls,
     )
-    serve(*served, settings, worker, deltas, shadow)
+    if arguments.workers > 1:
+        # The workers get it from here, and divide the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(arguments.workers)))
+    place = path_of(arguments.directory), arguments.host, arguments.port
+    if status := serve(*place, settings, arguments.workers):
+        raise SystemExit(status)
 
 
 def _tls(arguments: Arguments) -> "Tls | None":
