@@ -14,20 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from logitmix.common.mappings import from_mapping, require
 from logitmix.common.plugins import load_plugins
 from logitmix.common.storage import path_of
 from logitmix.serving.group import Group, ShardsLost
-from logitmix.serving.guards import Allowed, read_token
 from logitmix.serving.live import POLL_SECONDS, LiveExport
 from logitmix.serving.ranking import Task, at_least
 from logitmix.serving.retriever import Retriever
@@ -43,55 +42,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Arguments(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Settings):
     """What the configuration of the application has as `args`."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     directory: str
     """Serving directory, at an absolute path that all nodes have or at a URL."""
-    shards: int = Field(ge=1)
+    shards: int
     """Parts into which the items are divided, each with a deployment of its own."""
     allow_partial: bool = False
     """Answer without the items of shards that are missing, and say so; 503 otherwise."""
-    shard_seconds: float = Field(5.0, gt=0)
+    shard_seconds: float = 5.0
     """Seconds for a shard to answer, after which it is missing."""
-    cpus: float = Field(1.0, ge=0)
+    cpus: float = 1.0
     """Cores of each shard, and of the front; the configuration's `deployments` may say otherwise."""
-    deltas: str = ""
-    """Folder to which deltas of the export come; they are applied in order."""
-    where: str = ""
-    """A condition on the export's filterable columns, on the items of all answers."""
-    attributes: str = ""
-    """File with values of filterable columns that differ from the export's."""
-    stage1: int | None = None
-    """Items that the h-indexer keeps, for requests that do not say."""
-    boost_new: float = 0.0
-    """Added to the scores of new items, for requests that do not say."""
-    wait_ms: float = 10.0
-    """Milliseconds that a request waits, at most, for others to be answered with it."""
-    allow_host: list[str] = []
-    """Names by which clients reach the server; * for any."""
-    allow_origin: list[str] = []
-    """Origins whose pages may ask from browsers (CORS); * for any."""
-    token_file: str = ""
-    """File with the token that requests must have, on the front's node."""
-    plugins: list[str] = []
+    plugins: tuple[str, ...] = ()
     """Plugins that the export needs, as `logitmix --import` takes them."""
 
-    def settings(self) -> Settings:
-        """How the front answers. ValueError for what is impossible."""
-        token = read_token(path_of(self.token_file)) if self.token_file else ""
-        allowed = Allowed(self.allow_host, self.allow_origin, token)
-        attributes = path_of(self.attributes) if self.attributes else None
-        return Settings(self.wait_ms, self.stage1, self.boost_new, self.where, attributes, allowed=allowed)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.shards >= 1, "shards", self.shards, "at least 1")
+        require(self.shard_seconds > 0, "shard_seconds", self.shard_seconds, "above 0")
+        require(self.cpus >= 0, "cpus", self.cpus, "at least 0")
 
-    def export(self, group: Group, who: str, where: str = "", attributes: Path | None = None) -> LiveExport:
+    def export(self, group: Group, who: str) -> LiveExport:
         """Reads the export. ValueError if there is no intact one."""
         load_plugins(self.plugins, "plugins")
-        deltas = path_of(self.deltas) if self.deltas else None
+        attributes, deltas = (path_of(of) if of else None for of in (self.attributes, self.deltas))
         saying = partial(say_of, say, who)
-        return LiveExport(path_of(self.directory), saying, group, deltas, None, where, attributes)
+        return LiveExport(path_of(self.directory), saying, group, deltas, None, self.where, attributes)
 
 
 class Shard:
@@ -236,21 +215,21 @@ class Front:
     """Answers over HTTP."""
 
     def __init__(self, arguments: Arguments, *shards: "DeploymentHandle") -> None:
-        self._settings = settings = arguments.settings()
+        self._settings = arguments
         group = Shards(shards, say, arguments.allow_partial, arguments.shard_seconds)
         # Shards are asked, and Ray Serve lets no one wait for them in its event loop.
         with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(arguments.export, group, "front", settings.where, settings.attributes)
-            self._export = reading.result()
+            self._export = thread.submit(arguments.export, group, "front").result()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._export, self._settings)
 
 
-def build(arguments: Arguments) -> "Application":
-    """The application that the configuration of Ray Serve names as `import_path`."""
+def build(args: dict[str, Any]) -> "Application":
+    """The application that the configuration of Ray Serve names as `import_path`. `args`: fields of `Arguments`."""
     from ray import serve
 
+    arguments = from_mapping(Arguments, args, "args")
     options = {"ray_actor_options": {"num_cpus": arguments.cpus}, "max_ongoing_requests": 1024}
     shards = [
         serve.deployment(Shard, name=f"shard-{number + 1}", **options).bind(arguments, number)

@@ -36,6 +36,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from logitmix.common.messages import prefixed
+from logitmix.common.storage import path_of
 from logitmix.serving.batcher import Batcher, ClientGone, QueueFull
 from logitmix.serving.body import parse
 from logitmix.serving.connection import (
@@ -55,7 +56,7 @@ from logitmix.serving.live import POLL_SECONDS, LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
 from logitmix.serving.metrics import PATHS, TRACING, VERSION, Counting, Metrics, OfWorkers, identity, leave_metrics
 from logitmix.serving.openapi import Answer, Health, Ready, Search, describe, of_export
-from logitmix.serving.settings import Settings
+from logitmix.serving.settings import ServerSettings, Settings
 from logitmix.serving.shadow import Shadow
 from logitmix.serving.workers import say
 
@@ -65,20 +66,22 @@ SEARCHES = 16
 """Most searches for items that wait."""
 
 
-def load_app(directory: Path, settings: Settings, folder: Path | None = None) -> FastAPI:
+def load_app(directory: Path, settings: ServerSettings, folder: Path | None = None) -> FastAPI:
     """Returns the application that answers from the export in a directory. `folder`: where several processes leave
     their metrics, and what they share in memory. ValueError if there is no intact export."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     saying = partial(say_of, say, f"worker {os.getpid()}") if folder else say
-    where, attributes = settings.where, settings.attributes
-    export = LiveExport(directory, saying, None, settings.deltas, folder, where, attributes)
+    where = settings.where
+    attributes, deltas = (path_of(of) if of else None for of in (settings.attributes, settings.deltas))
+    export = LiveExport(directory, saying, None, deltas, folder, where, attributes)
     if settings.boost_new:
         export.retriever.new_items()
     shadow = None
     if settings.shadow:
         with prefixed("--shadow: "):
-            shadow = LiveExport(settings.shadow, partial(say_of, saying, "shadow"), where=where, attributes=attributes)
+            saying = partial(say_of, saying, "shadow")
+            shadow = LiveExport(path_of(settings.shadow), saying, where=where, attributes=attributes)
     gc.freeze()  # of what stays, which takes a third of a second to go through
     return make_app(export, settings, shadow, folder)
 
@@ -117,8 +120,8 @@ def make_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         batchers = [batcher, compared.batcher] if compared else [batcher]
         tasks = [asyncio.create_task(work) for work in (*(of.run() for of in batchers), watch())]
-        if settings.drain:
-            _drain(settings.drain, ending)
+        if settings.drain_seconds:
+            _drain(settings.drain_seconds, ending)
         yield
         for task in tasks:
             task.cancel()

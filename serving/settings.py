@@ -1,45 +1,53 @@
-"""What a server is told. Imports no torch, so that the process that starts the workers is small."""
+"""What a server is told, by the command line or the configuration of a cluster."""
 
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from logitmix.common.mappings import require
-from logitmix.serving.guards import Allowed
-from logitmix.serving.tls import Tls
+from logitmix.common.storage import path_of
+
+if TYPE_CHECKING:
+    from logitmix.serving.guards import Allowed
+    from logitmix.serving.tls import Tls
 
 MAX_STAGE_1 = 1_000_000
 MOST_DRAIN = 3600
 MOST_THREADS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a server answers, whatever the export is. ValueError for what is impossible."""
+    """How requests are answered, on one machine and on a cluster. ValueError for what is impossible."""
 
-    wait_ms: float = 10.0
-    """Milliseconds that a request waits for others, at most."""
     stage1: int | None = None
-    """For requests that do not say."""
+    """Items that the h-indexer keeps, for requests that do not say. By default a hundredth of all, but from 10,000 to
+    100,000; for a k of 1,024 or more 100,000."""
     boost_new: float = 0.0
-    """For requests that do not say."""
+    """Added to the scores of new items, for requests that do not say: those for which the filterable column new is not
+    0."""
     where: str = ""
-    """A condition on the items of all answers."""
-    attributes: Path | None = None
-    """A file with values of filterable columns that differ from the export's."""
-    deltas: Path | None = None
+    """A condition on the export's filterable columns, such as "in_stock = 1", on the items of all answers, besides that
+    of a request."""
+    attributes: str = ""
+    """File with values of filterable columns that differ from the export's (CSV with a header, or JSON lines, with the
+    ids as `item`). It is looked at every second."""
+    deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
-    shadow: Path | None = None
-    """Another serving directory, whose answers are compared."""
-    shadow_share: float = 1.0
-    """Share of the requests that the shadow answers too, if there is one."""
-    threads: int = 0
-    """CPU threads of torch in each process; 0 for its default."""
-    drain: float = 0.0
-    """Seconds between SIGTERM and the last new connection; meanwhile /readyz answers 503."""
-    allowed: Allowed = field(default_factory=Allowed)
-    tls: Tls | None = None
-    """For HTTPS."""
+    wait_ms: float = 10.0
+    """Milliseconds that a request waits, at most, for others to be answered with it."""
+    allow_host: tuple[str, ...] = ()
+    """A name by which clients reach the server, such as that of a reverse proxy; * for any. Addresses, localhost,
+    --host and this machine's name always are."""
+    allow_origin: tuple[str, ...] = ()
+    """An origin whose pages may ask from browsers (CORS), such as https://shop.example; * for any."""
+    token_file: str = ""
+    """File with the token that requests must have: Authorization: Bearer TOKEN."""
+
+    # Those of ServerSettings, for a server that has none of them.
+    drain_seconds = 0.0
+    shadow_share = 1.0
 
     def __post_init__(self) -> None:
         require(0 <= self.wait_ms <= 1000, "--wait-ms", self.wait_ms, "from 0 to 1000")
@@ -47,6 +55,51 @@ class Settings:
             self.stage1 is None or 1 <= self.stage1 <= MAX_STAGE_1, "--stage1", self.stage1, f"from 1 to {MAX_STAGE_1}"
         )
         require(math.isfinite(self.boost_new), "--boost-new", self.boost_new, "a finite number")
+
+    @cached_property
+    def allowed(self) -> "Allowed":
+        """Whose requests are answered. ValueError if the token cannot be used."""
+        from logitmix.serving.guards import Allowed, read_token
+
+        token = read_token(path_of(self.token_file)) if self.token_file else ""
+        return Allowed(self.allow_host, self.allow_origin, token)
+
+    @cached_property
+    def tls(self) -> "Tls | None":
+        """For HTTPS. ValueError if a file cannot be used."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(Settings):
+    """Of a server on one machine, too."""
+
+    threads: int = 0
+    """CPU threads of the model; torch's default when 0, and all cores divided among the workers."""
+    drain_seconds: float = 0.0
+    """Seconds that the server goes on after SIGTERM, while /readyz tells load balancers to send requests elsewhere."""
+    shadow: str = ""
+    """Another serving directory that answers requests too: /metrics and the page compare the answers."""
+    shadow_share: float = 1.0
+    """Share of the requests that it answers."""
+    tls_certificate: str = ""
+    """File with the certificate for HTTPS, in PEM, and those between it and one that clients know."""
+    tls_key: str = ""
+    """File with its private key, in PEM."""
+    tls_client_ca: str = ""
+    """File with authorities, one of which must have signed each client's certificate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 < self.shadow_share <= 1, "--shadow-share", self.shadow_share, "above 0 and at most 1")
         require(0 <= self.threads <= MOST_THREADS, "--threads", self.threads, f"from 0 to {MOST_THREADS}")
-        require(0 <= self.drain <= MOST_DRAIN, "--drain-seconds", self.drain, f"from 0 to {MOST_DRAIN}")
+        require(0 <= self.drain_seconds <= MOST_DRAIN, "--drain-seconds", self.drain_seconds, f"from 0 to {MOST_DRAIN}")
+
+    @cached_property
+    def tls(self) -> "Tls | None":
+        from logitmix.serving.tls import Tls
+
+        files = self.tls_certificate, self.tls_key, self.tls_client_ca
+        if any(files) and not (self.tls_certificate and self.tls_key):
+            raise ValueError("HTTPS needs both --tls-certificate FILE and --tls-key FILE")
+        return Tls(*(path_of(file) if file else None for file in files)) if any(files) else None  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from logitmix.common.mappings import require
 from logitmix.common.messages import say as _print
 from logitmix.common.plugins import load_plugins, references
 from logitmix.serving.connection import CONNECTIONS, Connection
-from logitmix.serving.settings import Settings
+from logitmix.serving.settings import ServerSettings, Settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -62,7 +62,7 @@ def bound(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(directory: Path, host: str, port: int, settings: Settings, workers: int = 1) -> int:
+def serve(directory: Path, host: str, port: int, settings: ServerSettings, workers: int = 1) -> int:
     """Answers requests until SIGTERM or SIGINT, and then those in flight. Returns the exit status.
 
     Args:
@@ -77,8 +77,7 @@ def serve(directory: Path, host: str, port: int, settings: Settings, workers: in
         OSError: The address cannot be listened on.
     """
     require(1 <= workers <= MOST_WORKERS, "--workers", workers, f"from 1 to {MOST_WORKERS}")
-    allowed = settings.allowed
-    settings = replace(settings, allowed=replace(allowed, hosts=(host, *allowed.hosts)))
+    settings = replace(settings, allow_host=(host, *settings.allow_host))
     with bound(host, port) as listening:
         if workers > 1:
             with tempfile.TemporaryDirectory(prefix="logitmix-") as folder:
@@ -132,7 +131,9 @@ def listen(listening: socket.socket, described: str, settings: Settings) -> None
 class Workers(Multiprocess):
     """uvicorn's worker processes. The first loads the export before the others start, so what is wrong is said once."""
 
-    def __init__(self, directory: Path, settings: Settings, count: int, listening: socket.socket, folder: Path) -> None:
+    def __init__(
+        self, directory: Path, settings: ServerSettings, count: int, listening: socket.socket, folder: Path
+    ) -> None:
         """`folder`: where workers leave their metrics, and what they share in memory."""
         make = partial(_worker, directory, settings, folder, references())
         super().__init__(make_config(make, settings, count), [listening])
@@ -159,6 +160,11 @@ class Workers(Multiprocess):
                 return False
         return True
 
+    def terminate_all(self) -> None:
+        # Otherwise connections would wait here for workers that take no more.
+        self.sockets[0].close()
+        super().terminate_all()
+
     def keep_subprocess_alive(self) -> None:
         before = list(self.processes)
         super().keep_subprocess_alive()
@@ -168,7 +174,7 @@ class Workers(Multiprocess):
                 (self._folder / f"{ended.pid}.prom").unlink(missing_ok=True)
 
 
-def _worker(directory: Path, settings: Settings, folder: Path, plugins: Sequence[str]) -> "FastAPI":
+def _worker(directory: Path, settings: ServerSettings, folder: Path, plugins: Sequence[str]) -> "FastAPI":
     """The application of a worker. If there is none, the process ends with a line that says why."""
     faulthandler.enable()
     try:

@@ -24,6 +24,7 @@ from small_models import every_feature, export_small, small_model
 from waiting import until
 
 from logitmix.common.files import publish
+from logitmix.common.mappings import from_mapping
 from logitmix.serving.cluster import Arguments
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.workers import bound
@@ -45,7 +46,7 @@ def test_the_configurations_are_those_of_the_application() -> None:
     for config in (yaml.safe_load((EXAMPLES / "serve.yaml").read_text()), config_of_manifest()[1]):
         (application,) = config["applications"]
         assert application["import_path"] == "logitmix.serving.cluster:build"
-        shards = Arguments(**application["args"]).shards
+        shards = from_mapping(Arguments, application["args"], "args").shards
         names = {"front", *(f"shard-{number + 1}" for number in range(shards))}
         assert {of["name"] for of in application.get("deployments", [])} <= names
         assert config["http_options"].keys() == {"host", "port"}
@@ -59,7 +60,7 @@ def test_the_manifest_has_a_place_for_each_shard() -> None:
     pins = (EXAMPLES.parents[1] / "requirements/ray.txt").read_text()
     assert f"\nray=={cluster['rayVersion']} " in pins
     (application,) = config["applications"]
-    arguments = Arguments(**application["args"])
+    arguments = from_mapping(Arguments, application["args"], "args")
     (workers,) = cluster["workerGroupSpecs"]
     assert workers["replicas"] == arguments.shards
     (front,) = application["deployments"]

@@ -22,7 +22,7 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.server import load_app
-from logitmix.serving.settings import Settings
+from logitmix.serving.settings import ServerSettings
 from logitmix.trainer import cli
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.columns import column_of
@@ -158,7 +158,7 @@ def test_a_boost_needs_to_know_what_is_new(served: Served) -> None:
         assert server.ask({"history": [IDS[3]], "boost_new": 0})[0] == 200
         assert server.ask(b'{"boost_new": NaN}')[0] == server.ask({"boost_new": "1"})[0] == 400
     with pytest.raises(ValueError, match=said):
-        load_app(served.path, Settings(boost_new=1.0))
+        load_app(served.path, ServerSettings(boost_new=1.0))
 
 
 def test_a_default_joins_what_requests_say(served: Served) -> None:

@@ -12,7 +12,7 @@ from waiting import until
 from logitmix.serving import server as server_module
 from logitmix.serving.live import LiveExport
 from logitmix.serving.request import Options, Question, Request
-from logitmix.serving.settings import Settings
+from logitmix.serving.settings import ServerSettings
 from logitmix.serving.shadow import MOST, Shadow
 
 X = 60
@@ -68,7 +68,7 @@ def test_the_shadow_can_be_asked(tmp_path: Path) -> None:
             {"error": "there is no shadow; logitmix serve --shadow DIR adds one"},
         )
     with pytest.raises(ValueError, match=r"^--shadow: no serving directory at .*nowhere"):
-        server_module.load_app(served, Settings(shadow=tmp_path / "nowhere"))
+        server_module.load_app(served, ServerSettings(shadow=str(tmp_path / "nowhere")))
 
 
 def test_what_the_shadow_cannot_answer_is_counted(tmp_path: Path) -> None:

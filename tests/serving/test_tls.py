@@ -14,6 +14,7 @@ from http.client import HTTPSConnection
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from cryptography import x509
@@ -76,6 +77,12 @@ def get(
         return answer.status, json.loads(answer.read())
 
 
+def metrics(port: int, context: ssl.SSLContext) -> str:
+    with urlopen(f"https://localhost:{port}/metrics", timeout=10, context=context) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
 def test_who_does_not_shake_hands_hinders_nobody(
     folder: Path, pki: Path, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
@@ -121,7 +128,7 @@ def test_who_does_not_read_is_cut_off(folder: Path, pki: Path, monkeypatch: pyte
     with running(folder, tls=tls) as server, server.connect() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with of_client(pki).wrap_socket(plain, server_hostname="localhost") as client:
-            require_cut_off(server, client, monkeypatch)
+            require_cut_off(server, client, lambda: metrics(server.port, of_client(pki)), monkeypatch)
 
 
 def test_an_answer_of_any_length_is_read(folder: Path, pki: Path) -> None:

@@ -27,7 +27,8 @@ def serving(folder: Path, log: Path, *words: str) -> Iterator[tuple["subprocess.
     """The command with two workers, and its port."""
     command = [sys.executable, "-m", "logitmix.trainer", "serve", str(folder), "--port", "0", "--workers", "2", *words]
     with log.open("wb") as file:
-        server = subprocess.Popen(command, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
+        server = subprocess.Popen(command, stderr=file, env=environment)
     try:
         until(lambda: b"http://" in log.read_bytes() or server.poll() is not None, PATIENCE)
         started = re.fullmatch(
