@@ -1,7 +1,7 @@
 """`logitmix serve`: answers over HTTP, with a page to try it out."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tyro
 
@@ -25,8 +25,8 @@ class Arguments(ServerSettings):
     """Port to listen on; any free one when 0."""
     workers: int = 1
     """Processes that each answer from the whole export, for more requests; they share the files in memory."""
-    allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    allow_origin: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    allow_host: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=(), kw_only=True)
+    allow_origin: tyro.conf.UseAppendAction[tuple[str, ...]] = field(default=(), kw_only=True)
 
 
 def run(words: list[str]) -> None:
@@ -36,6 +36,7 @@ def run(words: list[str]) -> None:
     from logitmix.serving.guards import exposed
     from logitmix.serving.workers import say, serve
 
+    _ = arguments.allowed, arguments.tls  # which refuse files that cannot be used
     for flag, file in {"--token-file": arguments.token_file, "--tls-key": arguments.tls_key}.items():
         if file and (line := exposed(flag, path_of(file))):
             say(line)
