@@ -227,9 +227,9 @@ class Front:
 
 def build(args: dict[str, Any]) -> "Application":
     """The application that the configuration of Ray Serve names as `import_path`. `args`: fields of `Arguments`."""
+    arguments = from_mapping(Arguments, args, "args")
     from ray import serve
 
-    arguments = from_mapping(Arguments, args, "args")
     options = {"ray_actor_options": {"num_cpus": arguments.cpus}, "max_ongoing_requests": 1024}
     shards = [
         serve.deployment(Shard, name=f"shard-{number + 1}", **options).bind(arguments, number)

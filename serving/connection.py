@@ -90,7 +90,7 @@ class Paced:
         async def sending(message: Message) -> None:
             if message["type"] != "http.response.body":
                 return await send(message)
-            body = message["body"]
+            body = message.get("body", b"")
             self.unread.size += len(body)
             try:
                 # `send` first waits until what was sent before has left, so the last call waits for the whole answer.
