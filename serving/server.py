@@ -58,7 +58,6 @@ from logitmix.serving.metrics import PATHS, TRACING, VERSION, Counting, Metrics,
 from logitmix.serving.openapi import Answer, Health, Ready, Search, describe, of_export
 from logitmix.serving.settings import ServerSettings, Settings
 from logitmix.serving.shadow import Shadow
-from logitmix.serving.workers import say
 
 UNREAD = 2**26
 """Bytes of answers that clients have not read yet, beyond which /retrieve and /items answer with 503."""
@@ -66,7 +65,9 @@ SEARCHES = 16
 """Most searches for items that wait."""
 
 
-def load_app(directory: Path, settings: ServerSettings, folder: Path | None = None) -> FastAPI:
+def load_app(
+    directory: Path, settings: ServerSettings, say: Callable[[str], object], folder: Path | None = None
+) -> FastAPI:
     """Returns the application that answers from the export in a directory. `folder`: where several processes leave
     their metrics, and what they share in memory. ValueError if there is no intact export."""
     if settings.threads:

@@ -86,7 +86,7 @@ def serve(directory: Path, host: str, port: int, settings: ServerSettings, worke
                 return supervisor.status
         from logitmix.serving.server import load_app
 
-        app = load_app(directory, settings)
+        app = load_app(directory, settings, say)
         server = uvicorn.Server(make_config(app, settings))
         # When it has stopped, uvicorn raises again the signal that stopped it, which then changes nothing.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -181,7 +181,7 @@ def _worker(directory: Path, settings: ServerSettings, folder: Path, plugins: Se
         load_plugins(plugins)
         from logitmix.serving.server import load_app
 
-        return load_app(directory, settings, folder)
+        return load_app(directory, settings, say, folder)
     except (OSError, ValueError) as error:
         say(str(error))
         raise SystemExit(1) from None

@@ -158,7 +158,7 @@ def test_a_boost_needs_to_know_what_is_new(served: Served) -> None:
         assert server.ask({"history": [IDS[3]], "boost_new": 0})[0] == 200
         assert server.ask(b'{"boost_new": NaN}')[0] == server.ask({"boost_new": "1"})[0] == 400
     with pytest.raises(ValueError, match=said):
-        load_app(served.path, ServerSettings(boost_new=1.0))
+        load_app(served.path, ServerSettings(boost_new=1.0), print)
 
 
 def test_a_default_joins_what_requests_say(served: Served) -> None:

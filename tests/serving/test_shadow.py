@@ -68,7 +68,7 @@ def test_the_shadow_can_be_asked(tmp_path: Path) -> None:
             {"error": "there is no shadow; logitmix serve --shadow DIR adds one"},
         )
     with pytest.raises(ValueError, match=r"^--shadow: no serving directory at .*nowhere"):
-        server_module.load_app(served, ServerSettings(shadow=str(tmp_path / "nowhere")))
+        server_module.load_app(served, ServerSettings(shadow=str(tmp_path / "nowhere")), print)
 
 
 def test_what_the_shadow_cannot_answer_is_counted(tmp_path: Path) -> None:
