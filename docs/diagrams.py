@@ -66,6 +66,7 @@ def system() -> str:
         "From raw files to answers",
         box(20, 20, 120, 50, "plain", "raw files", "CSV, Parquet, …"),
         arrow(140, 45, 230, 45, "prepare"),
+        '<text class="small" x="185" y="61">DuckDB</text><text class="small" x="185" y="75">or Spark</text>',
         box(230, 20, 170, 50, "data", "dataset directory", "Parquet, dataset.json"),
         arrow(400, 45, 490, 45),
         box(490, 20, 210, 50, "data", "batches", "a function of seed and step"),
@@ -78,8 +79,12 @@ def system() -> str:
         box(210, 395, 170, 60, "data", "run directory", "checkpoints by shard,", "metrics"),
         arrow(380, 425, 470, 425, "export"),
         box(470, 395, 190, 60, "serve", "export", "towers, items, index,", "vocabularies"),
-        arrow(660, 425, 720, 425),
-        box(720, 395, 240, 60, "serve", "Retriever", "stage 1 (h-indexer), stage 2 (MoL)", "in Python, CLI or HTTP"),
+        arrow(660, 425, 745, 425),
+        box(745, 395, 225, 60, "serve", "Retriever", "stage 1 (h-indexer),", "stage 2 (MoL)"),
+        arrow(857, 395, 857, 330),
+        box(745, 270, 225, 60, "serve", "server or cluster", "HTTP workers on one machine,", "or shards on Ray Serve"),
+        arrow(857, 270, 857, 210),
+        box(745, 160, 225, 50, "plain", "answer", "items, titles, scores"),
     )
 
 
