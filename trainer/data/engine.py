@@ -41,6 +41,7 @@ class Duck:
     """An in-memory database of DuckDB. What does not fit into its memory is in a folder, which is removed with it."""
 
     def __init__(self, memory: int = 0, folder: Path | None = None) -> None:
+        self.folder = folder
         self.db = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
         self.db.execute("set enable_progress_bar = false; set TimeZone = 'UTC'")
         if folder is not None:
@@ -65,8 +66,8 @@ class Duck:
         return self.db.sql(query).to_arrow_table().combine_chunks()
 
     def row(self, query: str) -> tuple[Any, ...]:
-        [found] = self.db.execute(query).fetchall()
-        return tuple(found)
+        [found] = zip(*(column.to_pylist() for column in self.table(query).columns), strict=True)
+        return found
 
     def batches(self, query: str) -> Iterator[pa.RecordBatch]:
         """The rows of a query, some at a time."""

@@ -19,7 +19,9 @@ are missing values, unless --schema names others.
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +36,8 @@ from logitmix.modules.kinds.registry import KINDS, kind_named
 from logitmix.modules.kinds.text import NGRAMS, TextEncoder, words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
-from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type, ranges
-from logitmix.trainer.data.numbers import MISSING, Numbers, are_exceptions, not_one, read_numbers
+from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
+from logitmix.trainer.data.numbers import MISSING, are_exceptions, not_one, read_numbers
 from logitmix.trainer.data.times import read_dates
 
 SEPARATOR = "|"
@@ -122,12 +124,10 @@ class RawColumn:
     encoder: TextEncoder | None = None
     """Of texts; None: it is fitted to them."""
 
-    def load(self) -> "RawColumn":
-        """With the values in memory, each once with its count, if they are read."""
-        if not callable(self.values):
-            return self
-        values, counts = self.values()
-        return replace(self, values=values, counts=counts)
+    def distinct(self) -> "Distinct":
+        """The different values, read if they are not in memory."""
+        values, counts = self.values() if callable(self.values) else (self.values, self.counts)
+        return distinct(values, counts, self.missing)
 
 
 @dataclass(frozen=True)
@@ -156,132 +156,64 @@ def make_features(
 
     Raises ValueError where values do not fit the kind that was stated.
     """
-    marked: dict[str, dict[str, int]] = {}
-    unused: dict[str, str] = {}
-    notes: list[str] = []
+    marked, unused, notes = list[str](), dict[str, str](), list[str]()
     features, made, projections = [ITEM_FEATURE], dict[str, Column](), dict[str, np.ndarray]()
-    coded: dict[str, Codes] = {}
-    sharing: dict[str, list[tuple[pa.StringArray, np.ndarray]]] = {}
+    coded: dict[str, tuple[Codes, np.ndarray]] = {}
+    texts_of_table: dict[str, list[pa.StringArray]] = {}
     for column in columns:
-        column = column.load()
-        marked[column.name] = _marked(column)
-        column = replace(column, values=filled(column.values, column.missing))
+        found = column.distinct()
+        if found.marked:
+            marked.append(f"{' and '.join(f'{n:,} {text}' for text, n in found.marked.items())} of {column.name}")
         of_times = unit if column.owner == "item" else ""
         if column.infer and not column.kind:
-            column = replace(column, kind=infer_kind(column.values, column.counts, of_times))
-            if column.kind == "id" and pa.types.is_dictionary(column.values.type):
-                notes += [
-                    f"{column.name}: {why}; so these are ids, no numbers" for why in not_one(_used(column.values))
-                ]
+            column = replace(column, kind=infer_kind(found, of_times))
+            if column.kind == "id" and is_text(found.values.type):
+                notes += [f"{column.name}: {why}; so these are ids, no numbers" for why in not_one(found.present)]
         if not column.kind:
-            unused[column.name] = _why_unused(column)
+            unused[column.name] = _why_unused(column, found)
             continue
-        notes += _of_numbers(column)
         form, encoder = kind_named(column.kind), column.encoder
+        source = _Source(column, found, notes=notes)
         if form.of_texts and not encoder:
-            texts = _texts_of(column).to_pylist()
+            texts = source.texts().take(pa.array(order_of_texts(source.texts()))).to_pylist()
             if not any(words_of(text) if embed_with == NGRAMS else text for text in texts):
                 raise ValueError(f"feature {column.name} has no text of letters or digits; kind text needs some")
             encoder = TextEncoder.fit(embed_with, texts)
-        found = getattr(_Source(replace(column, encoder=encoder)), form.reads)()
-        if isinstance(found, Codes):
+            source = replace(source, column=replace(column, encoder=encoder))
+        read = getattr(source, form.reads)()
+        if isinstance(read, Codes):
             table = column.table or column.name
             features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
-            sharing.setdefault(table, []).append((found.texts, found.occurrences(column.counts)))
-            coded[column.name] = found
-        else:
-            numbers: np.ndarray = found
-            if form.dated and not of_times:
-                why = f"is of {column.owner}s" if unit else "has dates, but the times of the actions are none"
-                raise ValueError(f"feature {column.name} {why}; kind {column.kind} is the age of items at a request")
-            stated = column.statistics or (None if form.missing is None else (form.missing, 1.0))
-            mean, deviation = stated or _statistics(numbers, column.counts)
-            width = 1 if numbers.ndim == 1 else numbers.shape[1]
-            said = (column.name, column.owner, column.kind, column.table, width, mean, deviation)
-            of_texts = (encoder.name, encoder.version) if encoder else ("", "")
-            if encoder and encoder.projection is not None:
-                projections[column.name] = encoder.projection
-            features.append(Feature(*said, {}, unit if form.dated else "", *of_texts))
-            numbers[np.isnan(numbers)] = mean
-            made[column.name] = Column(numbers)
-    values = {ITEM: item_ids} | {table: _vocabulary(codes) for table, codes in sharing.items() if table != ITEM}
-    tables = {name: Table(name, 1 + len(known)) for name, known in values.items()}
-    for feature in features:
-        if feature.name in coded:
-            made[feature.name] = _look_up(coded.pop(feature.name), values[feature.table], tables[feature.table])
-    vocabularies = {
-        name: pa.concat_arrays([pa.nulls(1, pa.string()), known]) for name, known in values.items() if name != ITEM
-    }
-    notes = [*_of_markers(marked), *notes]
+            texts_of_table.setdefault(table, []).append(read.texts)
+            coded[column.name] = read, found.places
+            continue
+        numbers: np.ndarray = read
+        if form.dated and not of_times:
+            why = f"is of {column.owner}s" if unit else "has dates, but the times of the actions are none"
+            raise ValueError(f"feature {column.name} {why}; kind {column.kind} is the age of items at a request")
+        stated = column.statistics or (None if form.missing is None else (form.missing, 1.0))
+        mean, deviation = stated or _statistics(numbers, found.counts)
+        width = 1 if numbers.ndim == 1 else numbers.shape[1]
+        of_texts = (encoder.name, encoder.version) if encoder else ("", "")
+        if encoder and encoder.projection is not None:
+            projections[column.name] = encoder.projection
+        said = (column.name, column.owner, column.kind, column.table, width, mean, deviation)
+        features.append(Feature(*said, {}, unit if form.dated else "", *of_texts))
+        numbers[np.isnan(numbers)] = mean
+        made[column.name] = Column(numbers[found.places])
+    known = {table: pa.concat_arrays(texts).unique() for table, texts in texts_of_table.items() if table != ITEM}
+    known = {ITEM: item_ids} | {table: texts.take(pa.array(order_of_texts(texts))) for table, texts in known.items()}
+    tables = {name: Table(name, 1 + len(texts)) for name, texts in known.items()}
+    for feature in features[1:]:
+        if feature.sparse:
+            codes, places = coded.pop(feature.name)
+            made[feature.name] = _look_up(codes, known[feature.table], tables[feature.table]).take(places)
+    vocabularies = {table: pa.concat_arrays([pa.nulls(1, pa.string()), of]) for table, of in known.items()}
+    del vocabularies[ITEM]
+    if marked:
+        said_of = "; ".join(marked)
+        notes.insert(0, f"taken as missing: {said_of} (--schema FILE can state other texts: missing = [])")
     return Features(Schema(tuple(features), tuple(tables.values())), made, vocabularies, unused, notes, projections)
-
-
-def _marked(column: RawColumn) -> dict[str, int]:
-    """How many rows have each of the texts that stand for no value."""
-    values = _encoded(column.values)
-    if not pa.types.is_dictionary(values.type):
-        return {}
-    markers = pc.and_(_are_missing(values.dictionary, column.missing), pc.not_equal(values.dictionary, ""))
-    if not pc.any(markers).as_py():
-        return {}
-    counts = _occurrences(values.indices.fill_null(-1).to_numpy(), column.counts, len(values.dictionary))
-    found = {values.dictionary[row].as_py().strip(): int(counts[row]) for row in np.flatnonzero(as_numpy(markers))}
-    return {text: count for text, count in found.items() if text and count}
-
-
-def _of_markers(marked: Mapping[str, Mapping[str, int]]) -> list[str]:
-    columns = [
-        f"{' and '.join(f'{count:,} {text}' for text, count in found.items())} of {name}"
-        for name, found in marked.items()
-        if found
-    ]
-    said = "; ".join(columns)
-    return [f"taken as missing: {said} (--schema FILE can state other texts: missing = [])"] if columns else []
-
-
-def _of_numbers(column: RawColumn) -> list[str]:
-    """What was read of a column of numbers or dates, if it is one, in a way that a user may want otherwise."""
-    form = kind_named(column.kind or "")
-    if form.dated:
-        days, wrong = _read_dates(column)
-        there = np.floor(days[np.isfinite(days)]).astype("M8[D]")
-        span = f"dates from {there.min()} to {there.max()}" if len(there) else "no dates"
-        seen = f"with --model.features {column.name}, a model sees their age"
-        note = f"{column.name}: {span} of {len(there):,} items; {seen}"
-        return [note, *_of_wrong(column, wrong, "date")]
-    if form.sparse or form.of_texts:
-        return []
-    values = column.values
-    if form.wide and pa.types.is_dictionary(values.type):
-        values = pc.split_pattern(values.dictionary, SEPARATOR).take(values.indices)
-    if is_list(values.type):
-        # Of each number in the vectors.
-        column = replace(column, values=filled(values.flatten()), counts=None)
-    if not pa.types.is_dictionary(column.values.type):
-        return _of_wrong(column, _not_finite(column.values), "finite number") if _is_scalar(column.values.type) else []
-    texts = _used(column.values)
-    numbers = read_numbers(texts)
-    notes = [f"{column.name}: {numbers.note}"] if numbers.note else []
-    none = pc.and_not(pa.array(np.isnan(_floats(numbers.values))), pc.is_in(texts, value_set=numbers.wrong))
-    return [
-        *notes,
-        *_of_wrong(column, numbers.wrong, "number"),
-        *_of_wrong(column, texts.filter(none), "finite number"),
-    ]
-
-
-def _not_finite(values: pa.Array) -> pa.Array:
-    """Returns the different values that are infinite as float32."""
-    return values.filter(pa.array(np.isnan(_floats(values)) & as_numpy(values.is_valid()))).unique()
-
-
-def _of_wrong(column: RawColumn, wrong: pa.Array, what: str) -> list[str]:
-    """A line if some texts of a column are no numbers or dates."""
-    if not len(wrong):
-        return []
-    rows = int(_weighted(as_numpy(pc.is_in(_decoded(column.values), value_set=wrong)), column.counts))
-    are = f"value is no {what} and counts" if rows == 1 else f"values are no {what}s and count"
-    return [f"{column.name}: {rows:,} {are} as missing, such as {wrong[0].as_py()!r:.40}"]
 
 
 def as_in_requests(feature: Feature, values: pa.Array, encoder: TextEncoder | None = None) -> list[Any]:
@@ -292,32 +224,25 @@ def as_in_requests(feature: Feature, values: pa.Array, encoder: TextEncoder | No
     Raises ValueError where values do not fit the feature's kind.
     """
     # A text of an id that is in no vocabulary is as unknown as a missing one.
-    missing = () if feature.sparse and not feature.form.bag else MISSING
-    column = RawColumn(
-        feature.name,
-        feature.owner,
-        filled(values, missing),
-        feature.kind,
-        feature.table,
-        columns=feature.columns,
-        encoder=encoder,
-    )
-    if column.values.null_count == len(column.values):
-        return [None] * len(column.values)
-    found = getattr(_Source(column, exceptions=False), feature.form.reads)()
-    if not isinstance(found, Codes):
-        numbers: np.ndarray = found
+    found = distinct(values, missing=() if feature.sparse and not feature.form.bag else MISSING)
+    if not len(found.present):
+        return [None] * len(values)
+    column = RawColumn(feature.name, feature.owner, values, feature.kind, columns=feature.columns, encoder=encoder)
+    read = getattr(_Source(column, found, exceptions=False), feature.form.reads)()
+    if not isinstance(read, Codes):
+        numbers: np.ndarray = read
         if numbers[0].size != feature.width:
             raise ValueError(f"feature {feature.name} has lists of {numbers[0].size} numbers, not {feature.width}")
         numbers[np.isnan(numbers)] = feature.mean
-        return numbers.tolist()
+        return numbers[found.places].tolist()
+    rows = Column(read.codes, read.offsets, read.parallel).take(found.places)
     # Code -1, a missing value, takes the last place.
-    texts = np.array([*found.texts.to_pylist(), None], object)[found.codes].tolist()
-    if found.offsets is None:
+    texts = np.array([*read.texts.to_pylist(), None], object)[rows.values].tolist()
+    if rows.offsets is None:
         return texts
-    if found.parallel:
-        texts = list(zip(texts, *(numbers.tolist() for numbers in found.parallel.values()), strict=True))
-    return [texts[first:last] for first, last in pairwise(found.offsets.tolist())]
+    if rows.parallel:
+        texts = list(zip(texts, *(of.tolist() for of in rows.parallel.values()), strict=True))
+    return [texts[first:last] for first, last in pairwise(rows.offsets.tolist())]
 
 
 def name_features(columns: Sequence[RawColumn], known: Sequence[Feature] = ()) -> list[RawColumn]:
@@ -408,21 +333,22 @@ def apply_options(
                 )
             column = replace(column, owner=said.owner, values=of_owner(column, said.owner), counts=None)
         kind = column.kind if said.kind == "auto" else said.kind
-        of_times = unit if column.owner == "item" else ""
-        if column.name in options.features and not (kind or _inferred(column.load(), said.missing, of_times)):
+        stated = column.name in options.features
+        column = replace(
+            column,
+            kind=kind,
+            table=said.table,
+            missing=said.missing,
+            infer=column.infer or stated,
+            columns=said.columns,
+        )
+        if stated and not (kind or infer_kind(column.distinct(), unit if column.owner == "item" else "")):
             raise ValueError(
                 f"{source}: the kind of features.{column.name} cannot be told from its values; "
                 f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"
             )
-        infer = column.infer or column.name in options.features
-        changed.append(
-            replace(column, kind=kind, table=said.table, missing=said.missing, infer=infer, columns=said.columns)
-        )
+        changed.append(column)
     return changed
-
-
-def _inferred(column: RawColumn, missing: tuple[str, ...], unit: str) -> str | None:
-    return infer_kind(filled(column.values, missing), column.counts, unit)
 
 
 def as_in_schema(
@@ -457,88 +383,141 @@ def as_in_schema(
     return found, notes
 
 
-def values_of_items(
-    values: pa.Array, items: np.ndarray, timestamps: np.ndarray, count: int, which: Literal["first", "last"]
-) -> pa.Array:
-    """The value of each item's first or last action in time that has a value; null for items without one. Actions at
-    one time are in the order given."""
-    there = np.flatnonzero(as_numpy(filled(values).is_valid()))
-    there = there[np.argsort(timestamps[there], kind="stable")]
-    # Of several assignments to one place, the last one counts.
-    there = there if which == "last" else there[::-1]
-    rows = np.full(count, -1)
-    rows[items[there]] = there
-    return values.take(pa.array(rows, mask=rows < 0))
+@dataclass(frozen=True)
+class Distinct:
+    """The different values of a column. Lists and other nested values count as different in each row."""
+
+    values: pa.Array
+    """Null in the last place if rows have none; of lists, anywhere."""
+    counts: np.ndarray
+    """int64: how many rows have each."""
+    places: np.ndarray
+    """The place of each row's value."""
+    marked: Mapping[str, int] = field(default_factory=dict)
+    """How many rows have each of the texts that stand for no value."""
+
+    @property
+    def present(self) -> pa.Array:
+        return self.values.drop_null()
+
+    @property
+    def rows(self) -> int:
+        """Those with a value."""
+        return int(self.counts[as_numpy(self.values.is_valid())].sum())
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether a value occurs at least twice on average."""
+        return 2 * len(self.present) <= self.rows
+
+    def merged(self, values: pa.Array) -> "Distinct":
+        """With other values in place of these, of which several may become one."""
+        encoded = values.dictionary_encode()
+        size = len(encoded.dictionary)
+        codes = encoded.indices.fill_null(size).to_numpy()
+        missing = pa.nulls(int((codes == size).any()), encoded.dictionary.type)
+        counts = np.bincount(codes, self.counts, size + len(missing)).astype(np.int64)
+        return replace(
+            self, values=pa.concat_arrays([encoded.dictionary, missing]), counts=counts, places=codes[self.places]
+        )
 
 
-def infer_kind(values: pa.Array, counts: np.ndarray | None = None, unit: str = "") -> str | None:
-    """The kind by the rules above; None if the column is not used. `counts` as of a RawColumn, but not of lists;
-    `unit`: that of the times with which dates can be compared."""
-    kind = values.type
-    if values.null_count == len(values):
+def distinct(values: pa.Array, counts: np.ndarray | None = None, missing: tuple[str, ...] = MISSING) -> Distinct:
+    """The different values of a column: bytes count as text if they are UTF-8, whole floats as integers, and `missing`
+    and blank texts as none. `counts`: how often each row counts; None: once."""
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    if (
+        pa.types.is_binary(values.type)
+        or pa.types.is_large_binary(values.type)
+        or pa.types.is_fixed_size_binary(values.type)
+    ):
+        with suppress(pa.ArrowInvalid):
+            values = values.cast(pa.binary()).cast(pa.string())
+    if pa.types.is_floating(values.type):
+        values = pc.if_else(pc.is_nan(values), None, values)
+    rows = Distinct(values, np.ones(len(values), np.int64) if counts is None else counts, np.arange(len(values)))
+    if pa.types.is_nested(values.type) or pa.types.is_null(values.type):
+        return rows
+    found = rows.merged(values)
+    if pa.types.is_floating(values.type) and _are_whole(found.values):
+        # pandas makes floats of integers where one is missing, and Arrow writes large ones with an exponent.
+        return found.merged(found.values.cast(pa.int64()))
+    if not is_text(values.type):
+        return found
+    texts = found.values.cast(pa.string())
+    none = rf"^\s*(?:{'|'.join(re.escape(text) for text in ('', *missing))})\s*$"
+    absent = pc.fill_null(pc.match_substring_regex(texts, none), True)
+    marked = Counter[str]()
+    for row in np.flatnonzero(as_numpy(absent)):
+        marked[(texts[row].as_py() or "").strip()] += int(found.counts[row])
+    del marked[""]
+    found = replace(found.merged(pc.if_else(absent, None, texts)), marked=marked)
+    if len(found.present) and _all_match(found.present, _WHOLE) and not _all_match(found.present, _INTEGER):
+        return found.merged(pc.replace_substring_regex(found.values, r"\.0*$", ""))
+    return found
+
+
+def infer_kind(of: Distinct, unit: str = "") -> str | None:
+    """The kind by the rules above; None if the column is not used. `unit`: that of the times with which dates can be
+    compared."""
+    values, kind = of.values, of.values.type
+    if not len(of.present):
         return None
     if is_list(kind):
         if _is_integer_or_text(kind.value_type):
-            parts = filled(values.flatten())
-            return "ids" if parts.null_count < len(parts) and _comes_again(parts) else None
-        widths = np.unique(lengths(values)[as_numpy(values.is_valid())])
+            parts = distinct(values.flatten())
+            return "ids" if len(parts.present) and parts.comes_again else None
+        widths = np.unique(lengths(of.present))
         return "vector" if _is_fraction(kind.value_type) and len(widths) == 1 and widths[0] else None
-    if not (_is_scalar(kind) or is_time(kind)) or (not values.null_count and _is_constant(values)):
+    if not (_is_scalar(kind) or is_time(kind)) or len(values) == 1:
         return None
-    if is_time(kind) or _are_dates(values):
+    if is_time(kind) or _are_dates(of.present):
         return "date" if unit else None
-    if pa.types.is_boolean(kind):
-        return "id"
-    if pa.types.is_dictionary(kind):
-        return _infer_text(values, counts)
-    return "id" if pa.types.is_integer(kind) and _comes_again(values, counts) else "number"
+    if is_text(kind):
+        return _infer_text(of)
+    return "id" if pa.types.is_boolean(kind) or (pa.types.is_integer(kind) and of.comes_again) else "number"
 
 
-def _infer_text(values: pa.DictionaryArray, counts: np.ndarray | None) -> str | None:
-    texts = _used(values)
-    again = _comes_again(values, counts)
+def _infer_text(of: Distinct) -> str | None:
+    texts = of.present
     numbers = read_numbers(texts)
     if numbers.wrong_are_exceptions:
         of_numbers = texts.filter(numbers.values.is_valid())
         if len(of_numbers) and _all_match(of_numbers, _INTEGER):
-            return "id" if again else "number"
+            return "id" if of.comes_again else "number"
         if len(of_numbers) and not _all_match(of_numbers, "^[0-9]+$"):
             return "number"
     if pc.any(pc.match_substring(texts, SEPARATOR)).as_py():
-        parts = _code_text_lists(values)
-        return "ids" if 2 * len(np.unique(parts.codes)) <= parts.occurrences(counts).sum() else None
-    return "id" if again else None
+        parts = _code_lists(_lists(of.values))
+        assert parts.offsets is not None
+        return "ids" if 2 * len(parts.texts) <= (np.diff(parts.offsets) * of.counts).sum() else None
+    return "id" if of.comes_again else None
 
 
-def _used(values: pa.DictionaryArray) -> pa.StringArray:
-    """The different texts of a column."""
-    return values.dictionary.take(pc.unique(values.indices).drop_null())
-
-
-def _why_unused(column: RawColumn) -> str:
+def _why_unused(column: RawColumn, of: Distinct) -> str:
     """Of a column without a kind."""
-    values = column.values
-    if values.null_count == len(values):
+    kind = of.values.type
+    if not len(of.present):
         return "no values"
-    if _is_scalar(values.type) and _is_constant(values):
+    if _is_scalar(kind) and len(of.present) == 1:
         return "all values are the same"
     if not column.infer:
         return "nearly each row has its own value"
-    if is_time(values.type) or _are_dates(values):
+    if is_time(kind) or _are_dates(of.present):
         return "dates, but not of items, or the times of the actions are none"
-    if not is_list(values.type):
+    if not is_list(kind):
         texts = "most texts occur once; --embed takes them"
-        return texts if _is_scalar(values.type) else f"of type {str(values.type).partition('<')[0]}"
-    return "most values occur once" if _is_integer_or_text(values.type.value_type) else "lists of different lengths"
+        return texts if _is_scalar(kind) else f"of type {str(kind).partition('<')[0]}"
+    return "most values occur once" if _is_integer_or_text(kind.value_type) else "lists of different lengths"
 
 
 def _are_dates(values: pa.Array) -> bool:
-    """Whether values, which are not all missing, are written as dates."""
-    if not (pa.types.is_dictionary(values.type) or pa.types.is_integer(values.type)):
+    """Whether different values, none of them missing, are written as dates."""
+    if not _is_integer_or_text(values.type):
         return False
-    distinct = _distinct(values)
     # Long texts, such as descriptions, need not all be looked at.
-    for some in (distinct[:: 1 + len(distinct) // 1000], distinct):
+    for some in (values[:: 1 + len(values) // 1000], values):
         try:
             found = read_dates(some)
         except ValueError:
@@ -549,120 +528,37 @@ def _are_dates(values: pa.Array) -> bool:
     return True
 
 
-def _distinct(values: pa.Array) -> pa.Array:
-    return _used(values) if pa.types.is_dictionary(values.type) else values.drop_null().unique()
-
-
 def _all_match(texts: pa.StringArray, pattern: str) -> bool:
     return pc.all(pc.match_substring_regex(texts, pattern)).as_py()
 
 
-def _comes_again(values: pa.Array, counts: np.ndarray | None = None) -> bool:
-    """Whether a value occurs at least twice on average."""
-    # Arrow's unique takes several times the memory of numpy's if all values are distinct.
-    distinct = np.unique(as_numpy(_plain(values).drop_null()))
-    return 2 * len(distinct) <= _weighted(as_numpy(values.is_valid()), counts)
-
-
-def _weighted(which: np.ndarray, counts: np.ndarray | None) -> float:
-    """How many there are of some rows."""
-    return int(np.count_nonzero(which)) if counts is None else counts[which].sum()
-
-
-def _occurrences(codes: np.ndarray, counts: np.ndarray | None, size: int) -> np.ndarray:
-    """How often each code from 0 on occurs."""
-    weights = None if counts is None else counts[codes >= 0]
-    return np.bincount(codes[codes >= 0], weights, size).astype(np.int64)
-
-
-def _is_constant(values: pa.Array) -> bool:
-    bounds = pc.min_max(_plain(values))
-    return bounds["min"] == bounds["max"]
-
-
-def _texts_of(column: RawColumn) -> pa.StringArray:
-    """The different texts of a column, in order. ValueError if it has other values."""
-    if not pa.types.is_dictionary(column.values.type):
-        raise ValueError(f"feature {column.name} has values of type {column.values.type}; {column.kind} needs text")
-    used = _used(column.values)
-    return used.take(pa.array(order_of_texts(used)))
-
-
-def _decoded(values: pa.Array) -> pa.Array:
-    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
-
-
-def _plain(values: pa.Array) -> pa.Array:
-    return values.indices if pa.types.is_dictionary(values.type) else values
-
-
-def filled(values: pa.Array, missing: tuple[str, ...] = MISSING) -> pa.Array:
-    """Text as a dictionary; null for what stands for no value; whole floats as integers."""
-    values = _encoded(values)
-    if pa.types.is_floating(values.type):
-        values = pc.if_else(pc.is_nan(values), None, values)
-        return values.cast(pa.int64()) if _are_whole(values) else values
-    if not pa.types.is_dictionary(values.type):
-        return values
-    absent = _are_missing(values.dictionary, missing)
-    if pc.any(absent).as_py():
-        indices = pc.if_else(absent.take(values.indices), None, values.indices)
-        values = pa.DictionaryArray.from_arrays(indices, values.dictionary)
-    texts = _used(values)
-    if len(texts) and _all_match(texts, _WHOLE) and not _all_match(texts, _INTEGER):
-        plain = pc.replace_substring_regex(values.dictionary, r"\.0*$", "").dictionary_encode()
-        values = pa.DictionaryArray.from_arrays(plain.indices.take(values.indices), plain.dictionary)
-    return values
-
-
-def _encoded(values: pa.Array) -> pa.Array:
-    """Text as a dictionary; bytes count as text if they are UTF-8."""
-    if _is_binary(values.type):
-        try:
-            values = values.cast(pa.binary()).cast(pa.string())
-        except pa.ArrowInvalid:
-            return values
-    return values.cast(pa.string()).dictionary_encode() if is_text(values.type) else values
-
-
 def as_lists(values: pa.Array) -> pa.Array:
     """One list a row: the parts of a text between separators, and a single value as a list of one."""
-    values = filled(values)
-    if is_list(values.type):
-        return values
-    if pa.types.is_dictionary(values.type):
-        return _between_separators(values.dictionary).take(values.indices)
-    return lists_of(as_numpy(values.is_valid()), values.drop_null())
+    found = distinct(values)
+    return _lists(found.values).take(pa.array(found.places))
 
 
 def as_floats(values: pa.Array) -> np.ndarray:
     """float32, NaN for what is no number, is infinite or missing."""
-    values = filled(values)
-    if pa.types.is_dictionary(values.type):
-        values, _ = _parsed(values)
-    return _floats(values) if _is_scalar(values.type) else np.full(len(values), np.nan, np.float32)
-
-
-def _parsed(values: pa.DictionaryArray) -> tuple[pa.Array, Numbers]:
-    """A column of texts as numbers, null where they are none; and what was found of its different texts."""
-    used = _used(values)
-    numbers = read_numbers(used)
-    return numbers.values.take(pc.index_in(values.dictionary, value_set=used).take(values.indices)), numbers
+    found = distinct(values)
+    numbers = read_numbers(found.values).values if is_text(found.values.type) else found.values
+    return (_floats(numbers) if _is_scalar(numbers.type) else np.full(len(numbers), np.nan, np.float32))[found.places]
 
 
 def ids_as_texts(values: pa.Array) -> pa.StringArray:
     """Ids as they are in vocabularies, null where missing."""
-    coded = _code_values(filled(values))
-    return coded.texts.take(pa.array(coded.codes, mask=coded.codes < 0))
+    found = distinct(values)
+    return found.values.cast(pa.string()).take(pa.array(found.places))
 
 
-def _are_missing(texts: pa.StringArray, missing: tuple[str, ...]) -> pa.BooleanArray:
-    pattern = "|".join(re.escape(text) for text in ("", *missing))
-    return pc.fill_null(pc.match_substring_regex(texts, rf"^\s*(?:{pattern})\s*$"), True)
+def is_present(values: pa.Array) -> np.ndarray:
+    """Which rows have a value."""
+    found = distinct(values)
+    return as_numpy(found.values.is_valid())[found.places]
 
 
 def _is_scalar(kind: pa.DataType) -> bool:
-    return pa.types.is_boolean(kind) or pa.types.is_dictionary(kind) or pa.types.is_integer(kind) or _is_fraction(kind)
+    return pa.types.is_boolean(kind) or _is_integer_or_text(kind) or _is_fraction(kind)
 
 
 def _is_fraction(kind: pa.DataType) -> bool:
@@ -671,10 +567,6 @@ def _is_fraction(kind: pa.DataType) -> bool:
 
 def _is_integer_or_text(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or is_text(kind)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
 
 
 @dataclass(frozen=True)
@@ -689,128 +581,129 @@ class Codes:
     parallel: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What each value of a list has beside it, float32, by the kind's names."""
 
-    def occurrences(self, counts: np.ndarray | None) -> np.ndarray:
-        """How often each text occurs; `counts` as of a RawColumn."""
-        if counts is not None and self.offsets is not None:
-            counts = np.repeat(counts, np.diff(self.offsets))
-        return _occurrences(self.codes, counts, len(self.texts))
-
 
 @dataclass(frozen=True)
 class _Source:
-    """A column in the forms in which kinds read it."""
+    """The different values of a column in the forms in which kinds read them."""
 
     column: RawColumn
+    found: Distinct
     exceptions: bool = True
     """Whether a few texts among numbers may be none."""
+    notes: list[str] = field(default_factory=list)
+    """How values were read, where a user may want it otherwise."""
 
     def one_id(self) -> Codes:
-        values = self.column.values
-        self._require_ids(values.type.value_type if is_list(values.type) else values.type)
-        if is_list(values.type):
+        kind = self.found.values.type
+        self._require_ids(kind.value_type if is_list(kind) else kind)
+        if is_list(kind):
             raise ValueError(
                 f"feature {self.column.name} has lists of values: its kind can be ids or vector, not {self.column.kind}"
             )
-        return _code_values(values)
+        return _code(self.found)
 
     def ids(self) -> Codes:
-        values = self.column.values
+        kind = self.found.values.type
         if self.column.columns:
             return self._with_parallel()
-        if is_list(values.type):
-            self._require_ids(values.type.value_type)
-            return _code_lists(values)
-        self._require_ids(values.type)
-        if pa.types.is_dictionary(values.type):
-            return _code_text_lists(values)
-        single = _code_values(values)
-        there = single.codes >= 0
-        return Codes(single.codes[there], single.texts, np.concatenate([[0], np.cumsum(there)]))
+        self._require_ids(kind.value_type if is_list(kind) else kind)
+        return _code_lists(_lists(self.found.values))
+
+    def texts(self) -> pa.StringArray:
+        """The different texts. ValueError if there are other values."""
+        texts = self.found.present
+        if not is_text(texts.type):
+            raise ValueError(
+                f"feature {self.column.name} has values of type {texts.type}; {self.column.kind} needs text"
+            )
+        return texts
 
     def text_vectors(self) -> np.ndarray:
-        encoder, distinct = self.column.encoder, _texts_of(self.column)
+        encoder = self.column.encoder
         assert encoder is not None
-        values = self.column.values
-        places = pc.index_in(values.dictionary, value_set=distinct).take(values.indices).fill_null(-1).to_numpy()
-        vectors = encoder(distinct.to_pylist())
-        # A missing text takes the last place.
-        return np.concatenate([vectors, np.full((1, vectors.shape[1]), np.nan, np.float32)])[places]
+        vectors = encoder(self.texts().to_pylist())
+        return np.pad(vectors, ((0, self.found.values.null_count), (0, 0)), constant_values=np.nan)
 
     def _with_parallel(self) -> Codes:
         """Of lists of structs, as joined.py makes them."""
-        values, names = self.column.values, list(self.column.columns)
+        values, names = self.found.values, list(self.column.columns)
         if not (is_list(values.type) and pa.types.is_struct(values.type.value_type)):
             raise ValueError(f"feature {self.column.name} is not read with {' and '.join(names)} from this source")
-        flat, ends = values.flatten(), np.cumsum(lengths(values))
-        coded = _code_values(flat.field(VALUE).dictionary_encode())
+        flat = values.flatten()
+        codes = flat.field(VALUE).dictionary_encode()
         parallel = {name: flat.field(name).to_numpy(zero_copy_only=False) for name in names}
-        return Codes(coded.codes, coded.texts, np.concatenate([[0], ends]), parallel)
+        ends = np.append(0, np.cumsum(lengths(values)))
+        return Codes(codes.indices.to_numpy(), codes.dictionary, ends, parallel)
 
     def numbers(self) -> np.ndarray:
         """Infinite ones are missing, too. ValueError for texts that are no numbers, unless they may be exceptions."""
-        name, values, kind = self.column.name, self.column.values, self.column.values.type
-        if pa.types.is_dictionary(kind):
-            values, found = _parsed(values)
-            if len(found.wrong) and not (self.exceptions and found.wrong_are_exceptions):
+        name, values, kind = self.column.name, self.found.values, self.found.values.type
+        wrong = values[:0]
+        if is_text(kind):
+            found = read_numbers(values)
+            values, wrong = found.values, found.wrong
+            if len(wrong) and not (self.exceptions and found.wrong_are_exceptions):
                 note = f" ({found.note})" if found.note else ""
-                raise ValueError(f"feature {name} has the value {found.wrong[0].as_py()!r}, which is no number{note}")
+                raise ValueError(f"feature {name} has the value {wrong[0].as_py()!r}, which is no number{note}")
+            self.notes.extend(f"{name}: {note}" for note in [found.note] if note)
         elif pa.types.is_temporal(kind):
             values = values.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
         elif not (_is_scalar(kind) or pa.types.is_null(kind)):
             raise ValueError(f"feature {name} has values of type {kind}, which are no numbers")
-        return _floats(values)
+        numbers = _floats(values)
+        self._say("number", wrong)
+        self._say("finite number", self.found.values.filter(pa.array(np.isnan(numbers) & as_numpy(values.is_valid()))))
+        return numbers
 
     def vectors(self) -> np.ndarray:
         """Infinite numbers are missing, too."""
-        name, values = self.column.name, self.column.values
-        if pa.types.is_dictionary(values.type):
-            values = pc.split_pattern(values.dictionary, SEPARATOR).take(values.indices)
-        if not is_list(values.type):
+        name, values = self.column.name, self.found.values
+        if not (is_list(values.type) or is_text(values.type)):
             raise ValueError(f"feature {name} has values of type {values.type}; a vector needs lists of numbers")
-        there = as_numpy(values.is_valid())
-        widths = np.unique(lengths(values)[there])
+        values = _lists(values)
+        there, size = as_numpy(values.is_valid()), lengths(values)
+        widths = np.unique(size[there])
         if len(widths) != 1 or not widths[0]:
             found = ", ".join(map(str, widths[:5])) or "no"
             raise ValueError(f"feature {name} has lists of {found} numbers; a vector needs one width above 0")
-        flat = _Source(replace(self.column, values=filled(values.flatten())), exceptions=False)
+        flat = distinct(values.flatten(), np.repeat(self.found.counts, size))
         made = np.full((len(values), int(widths[0])), np.nan, np.float32)
-        made[there] = flat.numbers().reshape(-1, int(widths[0]))
+        numbers = replace(self, found=flat, exceptions=False).numbers()
+        made[there] = numbers[flat.places].reshape(-1, int(widths[0]))
         return made
 
     def days(self) -> np.ndarray:
         """ValueError for values that are no dates, unless they may be exceptions."""
-        days, wrong = _read_dates(self.column)
-        if len(wrong) and not (self.exceptions and are_exceptions(len(wrong), int(np.isfinite(days).sum()))):
-            raise ValueError(f"feature {self.column.name} has the value {wrong[0].as_py()!r:.40}, which is no date")
-        return days.astype(np.float32)
+        name, values, kind = self.column.name, self.found.present, self.found.values.type
+        if not (_is_scalar(kind) or is_time(kind)):
+            raise ValueError(f"feature {name} has values of type {kind}, which are no dates")
+        try:
+            days = read_dates(values).days
+        except ValueError as error:
+            problem = str(error).partition(";")[0]
+            raise ValueError(f"feature {name} cannot be dates: {problem}; write them as 2024-01-31") from None
+        there = np.isfinite(days)
+        wrong = values.filter(pa.array(~there))
+        if len(wrong) and not (self.exceptions and are_exceptions(len(wrong), int(there.sum()))):
+            raise ValueError(f"feature {name} has the value {wrong[0].as_py()!r:.40}, which is no date")
+        span = "no dates"
+        if there.any():
+            span = "dates from {} to {}".format(*(np.floor(of(days[there])).astype("M8[D]") for of in (np.min, np.max)))
+        count = self.found.counts[: len(days)][there].sum()
+        self.notes.append(f"{name}: {span} of {count:,} items; with --model.features {name}, a model sees their age")
+        self._say("date", wrong)
+        return np.pad(days, (0, self.found.values.null_count), constant_values=np.nan).astype(np.float32)
 
     def _require_ids(self, kind: pa.DataType) -> None:
-        if not (_is_scalar(kind) or is_text(kind)):
+        if not _is_scalar(kind):
             raise ValueError(f"feature {self.column.name} has values of type {kind}, which are no ids")
 
-
-def _read_dates(column: RawColumn) -> tuple[np.ndarray, pa.Array]:
-    """A column as days since 1970, FP64 [R], NaN where there are none; and its different values that are no dates.
-    ValueError if it cannot be read as dates."""
-    values, kind = column.values, column.values.type
-    if not (_is_scalar(kind) or is_time(kind)):
-        raise ValueError(f"feature {column.name} has values of type {kind}, which are no dates")
-    distinct = _distinct(values)
-    try:
-        days = read_dates(distinct).days
-    except ValueError as error:
-        problem = str(error).partition(";")[0]
-        raise ValueError(f"feature {column.name} cannot be dates: {problem}; write them as 2024-01-31") from None
-    places = pc.index_in(_decoded(values), value_set=distinct).fill_null(-1).to_numpy()
-    return np.append(days, np.nan)[places], distinct.filter(pa.array(np.isnan(days)))
-
-
-def _code_values(values: pa.Array) -> Codes:
-    if pa.types.is_floating(values.type) and _are_whole(values):
-        # pandas makes floats of integers where one is missing, and Arrow writes large ones with an exponent.
-        values = values.cast(pa.int64())
-    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    return Codes(encoded.indices.fill_null(-1).to_numpy(), encoded.dictionary.cast(pa.string()))
+    def _say(self, what: str, wrong: pa.Array) -> None:
+        """Notes values that are no numbers or dates."""
+        if len(wrong):
+            rows = int(self.found.counts[as_numpy(pc.is_in(self.found.values, value_set=wrong))].sum())
+            are = f"value is no {what} and counts" if rows == 1 else f"values are no {what}s and count"
+            self.notes.append(f"{self.column.name}: {rows:,} {are} as missing, such as {wrong[0].as_py()!r:.40}")
 
 
 def _are_whole(numbers: pa.Array) -> bool:
@@ -818,34 +711,28 @@ def _are_whole(numbers: pa.Array) -> bool:
     return pc.all(whole, min_count=0).as_py()
 
 
+def _lists(values: pa.Array) -> pa.Array:
+    """One list a row: the parts of a text between separators, and a single value as a list of one."""
+    if is_text(values.type):
+        split = pc.split_pattern(values, SEPARATOR)
+        return lists_of(lengths(split), pc.utf8_trim_whitespace(split.flatten()), values.is_null())
+    return values if is_list(values.type) else lists_of(as_numpy(values.is_valid()), values.drop_null())
+
+
+def _code(found: Distinct) -> Codes:
+    texts = found.present.cast(pa.string())
+    codes = np.arange(len(found.values))
+    codes[len(texts) :] = -1
+    return Codes(codes, texts)
+
+
 def _code_lists(lists: pa.Array) -> Codes:
     """Missing elements are left out."""
-    flat = _code_values(filled(lists.flatten()))
-    there = flat.codes >= 0
-    rows = np.repeat(np.arange(len(lists)), lengths(lists))
-    counts = np.bincount(rows[there], minlength=len(lists))
-    return Codes(flat.codes[there], flat.texts, np.concatenate([[0], np.cumsum(counts)]))
-
-
-def _between_separators(texts: pa.StringArray) -> pa.ListArray:
-    split = pc.split_pattern(texts, SEPARATOR)
-    return pa.ListArray.from_arrays(split.offsets, pc.utf8_trim_whitespace(split.values))
-
-
-def _code_text_lists(values: pa.DictionaryArray) -> Codes:
-    """The parts of each text, between separators."""
-    distinct = _code_lists(_between_separators(values.dictionary))
-    assert distinct.offsets is not None
-    texts = values.indices.fill_null(-1).to_numpy()
-    counts = np.where(texts < 0, 0, np.diff(distinct.offsets, append=0)[texts])
-    places = ranges(distinct.offsets[texts], counts)
-    return Codes(distinct.codes[places], distinct.texts, np.concatenate([[0], np.cumsum(counts)]))
-
-
-def _vocabulary(features: Sequence[tuple[pa.StringArray, np.ndarray]]) -> pa.StringArray:
-    """The values that occur in some feature of a table, in order; given texts and counts."""
-    there = pa.concat_arrays([texts.filter(pa.array(counts > 0)) for texts, counts in features]).unique()
-    return there.take(pa.array(order_of_texts(there)))
+    found = distinct(lists.flatten())
+    codes = _code(found).codes[found.places]
+    rows = np.repeat(np.arange(len(lists)), lengths(lists))[codes >= 0]
+    offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=len(lists))))
+    return Codes(codes[codes >= 0], found.present.cast(pa.string()), offsets)
 
 
 def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:
@@ -866,14 +753,12 @@ def _floats(values: pa.Array) -> np.ndarray:
     return numbers
 
 
-def _statistics(numbers: np.ndarray, counts: np.ndarray | None) -> tuple[float, float]:
+def _statistics(numbers: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """Mean and standard deviation of the values present; 0 and 1 if these are undefined."""
-    there = numbers[np.isfinite(numbers)]
-    if not len(there):
+    there = np.isfinite(numbers)
+    if not there.any():
         return 0.0, 1.0
-    if counts is not None:
-        weights = np.broadcast_to(counts.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape)[np.isfinite(numbers)]
-        exact = there.astype(np.float64)
-        mean = float(np.average(exact, weights=weights))
-        return mean, float(np.sqrt(np.average((exact - mean) ** 2, weights=weights))) or 1.0
-    return float(there.mean(dtype=np.float64)), float(there.std(dtype=np.float64)) or 1.0
+    weights = np.broadcast_to(counts.reshape(-1, *[1] * (numbers.ndim - 1)), numbers.shape)[there]
+    exact = numbers[there].astype(np.float64)
+    mean = float(np.average(exact, weights=weights))
+    return mean, float(np.sqrt(np.average((exact - mean) ** 2, weights=weights))) or 1.0

@@ -34,6 +34,7 @@ STEPS = ("where", "duplicates", "shown", "min_item_actions", "min_user_actions")
 SHOWN = "shown"
 """The feature of actions that PrepareOptions.shown makes."""
 ORDER = "time, fraction, file, line, place"
+KEPT_ORDER = f"user_index, {ORDER}"
 NO_FILE = -1
 """The number of the file of what waits since an earlier `prepare`."""
 
@@ -151,13 +152,12 @@ class Numbered:
         return found["value"].combine_chunks(), found["time"].to_numpy()
 
     @property
-    def in_order(self) -> str:
-        """The query of the kept actions in the order of the dataset."""
+    def kept(self) -> str:
+        """The query of the kept actions, of which KEPT_ORDER is the order in the dataset."""
         keys = "".join(f", k.{table}" for table in self.columns.values())
         return f"""
-            select u.index as user_index, i.index as item_index, k.time, k.fraction{keys}
+            select u.index as user_index, i.index as item_index, k.time, k.fraction, k.file, k.line, k.place{keys}
             from kept as k join users as u on k.user_key = u.key join items as i on k.item_key = i.key
-            order by u.index, k.time, k.fraction, k.file, k.line, k.place
         """
 
 

@@ -49,7 +49,7 @@ from logitmix.trainer.prepare.features import (
     apply_options,
     as_in_schema,
     embedded,
-    filled,
+    is_present,
     make_features,
     name_features,
     read_schema,
@@ -57,12 +57,12 @@ from logitmix.trainer.prepare.features import (
 )
 from logitmix.trainer.prepare.files import digests, plain
 from logitmix.trainer.prepare.matching import match
-from logitmix.trainer.prepare.number import SHOWN, Numbered, number
+from logitmix.trainer.prepare.number import KEPT_ORDER, SHOWN, Numbered, number
 from logitmix.trainer.prepare.registry import source_of
 from logitmix.trainer.prepare.rejects import Rejects, TooManyRejects
 from logitmix.trainer.prepare.row_numbers import SAMPLE, name_each_row, numbering, numbers_a_table
 from logitmix.trainer.prepare.tables import Job, SideTable
-from logitmix.trainer.prepare.write import PartWriter, write_sequences
+from logitmix.trainer.prepare.write import PartWriter
 
 FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
 TITLE = "title"
@@ -80,7 +80,7 @@ class Known(NamedTuple):
     """What was shown and waits for actions: Numbered.waiting."""
 
 
-def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str, Any]:
+def prepare(options: PrepareOptions, console: Console | None = None, job: type[Job] = Job) -> dict[str, Any]:
     """Writes the dataset at `options.directory` and returns the content of its dataset.json.
 
     Progress and malformed lines go to `console` (standard error).
@@ -100,7 +100,7 @@ def prepare(options: PrepareOptions, console: Console | None = None) -> dict[str
             _check_out(out, options.overwrite)
         with whole_directory(out) as staging:
             if before is None:
-                description = _prepare(staging, options, console)
+                description = _prepare(staging, options, console, job)
             else:
                 description = _append(before, staging, options, console)
         push(out)
@@ -116,7 +116,7 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
         raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()
     features = Known(schema, encoders_of(before, schema), read_waiting(before))
-    _prepare(later, replace(options, append=str(before), min_user_actions=0), console, features)
+    _prepare(later, replace(options, append=str(before), min_user_actions=0), console, Job, features)
     description, notes = append(before, known, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
@@ -133,13 +133,15 @@ def _check_files(options: PrepareOptions) -> None:
             raise ValueError(f"no file at {path}; --{setting} must name one")
 
 
-def _prepare(directory: Path, options: PrepareOptions, console: Console, known: Known | None = None) -> dict[str, Any]:
+def _prepare(
+    directory: Path, options: PrepareOptions, console: Console, make: type[Job], known: Known | None = None
+) -> dict[str, Any]:
     """Fills the directory. With the features that are `known`, if there are such, and no others."""
     stated, out = read_schema(options.schema), options.directory
     with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
         try:
             with database(out, options.bytes_of_memory) as duck, _progress(console) as progress:
-                job = Job(options, duck, rejects, progress)
+                job = make(options, duck, rejects, progress)
                 return _write(directory, job, _read(job, known), stated, console, known)
         except TooManyRejects as error:
             rejects.close()
@@ -274,7 +276,7 @@ def _write(
         made.projections,
     )
     with naming(options.directory):
-        counted = write_sequences(writer, job.duck.batches(numbered.in_order))
+        counted = job.write(writer, numbered.kept, KEPT_ORDER)
         if numbered.waiting is not None:
             pq.write_table(numbered.waiting, directory / WAITING)
         description = finish_dataset(
@@ -366,7 +368,9 @@ def _features(
         values = numbered.all_values(column.source)
         # Any later action of a user may be the held-out target, so only the first one counts, even if it has no value.
         keys = (
-            numbered.of_users(column.source) if owner == "user" else numbered.of_items(column.source, _present(values))
+            numbered.of_users(column.source)
+            if owner == "user"
+            else numbered.of_items(column.source, is_present(values))
         )
         return values.take(pa.array(keys, mask=keys < 0))
 
@@ -398,11 +402,6 @@ def _names_each_action(numbered: Numbered, name: str) -> bool:
     return name_each_row(name, *numbered.sample(name, SAMPLE), values.drop_null(), count)
 
 
-def _present(values: pa.Array) -> np.ndarray:
-    """Which values stand for something."""
-    return np.asarray(filled(values).is_valid())
-
-
 def _titles(job: Job, of_items: pa.Array | None, numbered: Numbered) -> pa.Array | None:
     """Titles from the table of items, else from the item's last action that has one."""
     name = job.options.title_column
@@ -411,7 +410,7 @@ def _titles(job: Job, of_items: pa.Array | None, numbered: Numbered) -> pa.Array
         known.append(titles_of("items", of_items, job.items.kinds.get(name)))
     if name in numbered.columns:
         values = numbered.all_values(name)
-        keys = numbered.of_items(name, _present(values), last=True)
+        keys = numbered.of_items(name, is_present(values), last=True)
         known.append(titles_of("actions", values.take(pa.array(keys, mask=keys < 0)), job.actions.kinds.get(name)))
     return pc.coalesce(*(pc.if_else(pc.equal(texts, ""), None, texts) for texts in known)) if known else None
 

@@ -39,7 +39,7 @@ def numbering(engine: Engine, columns: Mapping[str, str], stated: Collection[str
         head = engine.table(f"select {column} as value from rows {order} limit {LEAST}")["value"].combine_chunks()
         if name in stated or not (named or len(head) == LEAST) or not numbers_the_rows(head, named):
             continue
-        digits = f"regexp_full_match(cast({column} as varchar), '[0-9]{{1,18}}')"
+        digits = f"regexp_matches(cast({column} as varchar), '^[0-9]{{1,18}}$')"
         number = f"try_cast({column} as bigint)"
         step = "step > 0" if named else "step = 1"
         least, share = engine.row(f"""

@@ -7,7 +7,7 @@ and the other columns under the names in `Actions.columns`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -24,12 +24,16 @@ from logitmix.trainer.data.times import Clock, outliers_of, unit_of
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.files import InputFile, is_zip, magic
 from logitmix.trainer.prepare.jsonl import is_json, read_json
+from logitmix.trainer.prepare.lists import Lists
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.scan import Block, Keys, read_parquet
 from logitmix.trainer.prepare.text import CSV, Layout, read_text
+from logitmix.trainer.prepare.write import Counted, PartWriter, write_sequences
 
 TIME = "a number between -2^62 and 2^62"
 OWN = 'file integer, line bigint, place integer, "user" varchar, item varchar, time bigint, fraction integer'
+ROWS = OWN + ", day_first bigint"
+"""Columns of the table `rows`, before those of the source."""
 ORDER = "file, line, place"
 """Of the rows as they are in the files."""
 
@@ -80,15 +84,15 @@ class Gatherer:
         """Columns that have another type than those that can be features."""
         self._types: dict[str, dict[pa.DataType, str]] = {}
         """The types of each column so far, but that of missing values, each with the first file that has it."""
-        self._files_of: dict[str, set[str]] = {}
-        self._rows_of: dict[str, int] = {}
+        self.files_of: dict[str, set[str]] = {}
+        self.rows_of: dict[str, int] = {}
 
     def append(self, own: pa.Table, columns: Mapping[str, pa.Array], label: str) -> None:
         """Adds rows of a file; a column that is missing here, or was missing before, has nulls there. ValueError if the
         types of a column cannot be one."""
-        self._rows_of[label] = self._rows_of.get(label, 0) + len(own)
+        self.rows_of[label] = self.rows_of.get(label, 0) + len(own)
         for name, values in columns.items():
-            self._files_of.setdefault(name, set()).add(label)
+            self.files_of.setdefault(name, set()).add(label)
             values = _plain(values)
             if pa.types.is_null(values.type):
                 continue
@@ -136,17 +140,17 @@ class Gatherer:
     def finish(self) -> list[str]:
         """Adds the columns without any value. Returns lines about files without rows, and about columns that some of
         the others lack."""
-        for name in self._files_of:
+        for name in self.files_of:
             if name not in self.columns:
                 self.columns[name] = self._free(name)
                 self.duck.db.execute(f"alter table {self.name} add column {self.columns[name]} varchar")
-        files = [file for file, rows in self._rows_of.items() if rows]
-        empty = [file for file, rows in self._rows_of.items() if not rows]
+        files = [file for file, rows in self.rows_of.items() if rows]
+        empty = [file for file, rows in self.rows_of.items() if not rows]
         lines = []
         if empty and files:
             have = "has" if len(empty) == 1 else "have"
-            lines = [f"{len(empty):,} of {len(self._rows_of):,} files {have} no rows, such as {empty[0]}"]
-        lacking = {name: [file for file in files if file not in of] for name, of in self._files_of.items()}
+            lines = [f"{len(empty):,} of {len(self.rows_of):,} files {have} no rows, such as {empty[0]}"]
+        lacking = {name: [file for file in files if file not in of] for name, of in self.files_of.items()}
         said = ", ".join(
             f"{name} (in {len(files) - len(of):,} of {len(files):,} files, and not in {of[0]})"
             for name, of in lacking.items()
@@ -272,6 +276,20 @@ def side_table(blocks: Iterable[Block], rejects: Rejects) -> SideTable:
 
 
 @dataclass
+class Gathered:
+    """What reading files into the table `rows` found."""
+
+    gatherer: Gatherer
+    labels: list[str]
+    """The files, by their numbers in `rows`."""
+    kinds: dict[str, str | None]
+    """Kinds of columns that files state."""
+    clock: Clock | None
+    lists: Lists | None = None
+    """Of a source whose rows may have lists."""
+
+
+@dataclass
 class Job:
     """What a source reads into, and what it says of that."""
 
@@ -292,12 +310,18 @@ class Job:
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of columns of any owner."""
 
-    def read_actions(
-        self, blocks: Iterable[Block], clock: Clock | None, must: str = TIME, first: int = 0, time_name: str = ""
-    ) -> None:
+    def read_actions(self, blocks: Iterable[Block], clock: Clock | None, must: str = TIME) -> None:
+        """Makes the table `rows`, as `gather` and `settle` do."""
+        self.settle(self.gather(blocks, clock, must))
+
+    def gather_files(self, gather: Callable[["Job", Sequence[InputFile]], "Gathered"]) -> "Gathered":
+        """Makes the table `rows` of `files` by a function that does so with files of a job, here of all at once."""
+        return gather(self, self.files)
+
+    def gather(self, blocks: Iterable[Block], clock: Clock | None, must: str = TIME, first: int = 0) -> "Gathered":
         """Makes the table `rows` of blocks with the keys user, item and, with a clock, time; `must` says what a time
         must be. Without a clock the order of the rows is the time, which begins with `first`."""
-        gatherer, labels = Gatherer(self.duck, "rows", OWN + ", day_first bigint"), dict[str, int]()
+        gatherer, labels = Gatherer(self.duck, "rows", ROWS), dict[str, int]()
         taken, kinds = first, dict[str, str | None]()
         for block in blocks:
             file = labels.setdefault(block.label, len(labels))
@@ -332,16 +356,21 @@ class Job:
                 own["day_first"] = times["day_first"]
             gatherer.append(pa.table(own), block.others, block.label)
             kinds |= block.kinds
+        return Gathered(gatherer, list(labels), kinds, clock)
+
+    def settle(self, gathered: "Gathered", time_name: str = "") -> None:
+        """Finds what is known of the actions once all of them are in the table `rows`."""
+        gatherer = gathered.gatherer
         for line in gatherer.finish():
             self.rejects.say(line)
         unread = {name: f"of type {str(kind).partition('<')[0]}" for name, kind in gatherer.unread.items()}
-        self.actions = Actions(gatherer.columns, kinds, unread)
+        self.actions = Actions(gatherer.columns, gathered.kinds, unread)
         for what in ("user", "item"):
             seen = "min((file::bigint << 40) + line)"
             ids = self.duck.table(f'select "{what}" as id, count(*) as n from rows group by 1 order by {seen}, id')
             self.actions.ids[what] = ids.append_column("whole", ids["id"])
-        if clock:
-            self._settle(clock, time_name, list(labels))
+        if gathered.clock:
+            self._settle(gathered.clock, time_name, gathered.labels)
 
     def _settle(self, clock: Clock, name: str, labels: list[str]) -> None:
         """Finds what the times are, which depends on all of them."""
@@ -365,6 +394,10 @@ class Job:
                 f"column {column}: {outliers}; if they stand for no time, leave them out, by --where "
                 f'"{column} >= 1980-01-01" --where "{column} < {date.today()}"'
             )
+
+    def write(self, writer: PartWriter, actions: str, order: str) -> Counted:
+        """Writes sequences/ of the rows of a query in this order."""
+        return write_sequences(writer, self.duck.batches(f"{actions} order by {order}"))
 
     def _accept(self, block: Block, times: pa.Table | None, must: str) -> tuple[Block, pa.Table | None]:
         """The rows with both ids and a time; the others are rejected."""

@@ -1,6 +1,6 @@
 """The numbered actions -> sequences/ of a dataset directory, a part of the users after the other."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,17 @@ class PartWriter:
     """Features of users."""
     events: Mapping[str, tuple[str, pa.Array, Column]]
     """Features of actions: the column of the keys of their values, all of these, and the feature of each."""
+    users_per_file: int = USERS_PER_FILE
 
-    def __call__(self, part: int, first: int, stop: int, rows: pa.Table) -> "Counted":
-        """Writes the part of the users from `first` up to before `stop`, and counts it. `rows` as those of
-        `Numbered.in_order`."""
+    @property
+    def parts(self) -> int:
+        """How many files sequences/ has."""
+        return -(-len(self.user_ids) // self.users_per_file)
+
+    def __call__(self, part: int, rows: pa.Table) -> "Counted":
+        """Writes a part and counts it, given its actions in order, as those of `Numbered.kept`."""
+        first = part * self.users_per_file
+        stop = min(first + self.users_per_file, len(self.user_ids))
         of_user, items, times, fractions = (
             rows[name].to_numpy() for name in ("user_index", "item_index", "time", "fraction")
         )
@@ -111,23 +118,15 @@ class Counted:
 
 
 def write_sequences(writer: PartWriter, batches: Iterable[pa.RecordBatch]) -> Counted:
-    """Writes sequences/ of rows in the order of the dataset."""
+    """Writes sequences/ of actions in the order of the dataset, the users of each of its files at a time."""
     (writer.directory / "sequences").mkdir(parents=True)
-    counted = Counted()
-    for part, (first, stop, rows) in enumerate(_parts(batches, len(writer.user_ids))):
-        counted.add(writer(part, first, stop, rows))
-    return counted
-
-
-def _parts(batches: Iterable[pa.RecordBatch], users: int) -> Iterator[tuple[int, int, pa.Table]]:
-    """The rows of USERS_PER_FILE users at a time, and which users these are."""
-    held, first = list[pa.RecordBatch](), 0
+    counted, held, part = Counted(), list[pa.RecordBatch](), 0
     for batch in batches:
         held.append(batch)
-        while len(batch) and batch["user_index"][-1].as_py() >= first + USERS_PER_FILE:
+        while len(batch) and batch["user_index"][-1].as_py() >= (stop := (part + 1) * writer.users_per_file):
             rows = pa.Table.from_batches(held)
-            cut = int(np.searchsorted(rows["user_index"].to_numpy(), first + USERS_PER_FILE))
-            yield first, first + USERS_PER_FILE, rows[:cut].combine_chunks()
-            held, first = rows[cut:].to_batches(), first + USERS_PER_FILE
-    if held:
-        yield first, users, pa.Table.from_batches(held).combine_chunks()
+            cut = int(np.searchsorted(rows["user_index"].to_numpy(), stop))
+            counted.add(writer(part, rows[:cut].combine_chunks()))
+            held, part = rows[cut:].to_batches(), part + 1
+    counted.add(writer(part, pa.Table.from_batches(held).combine_chunks()))
+    return counted

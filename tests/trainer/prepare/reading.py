@@ -76,7 +76,7 @@ def actions_of(
     with closing(Duck()) as duck:
         job = Job(PrepareOptions("table", "-"), duck, rejects, PROGRESS)
         blocks = blocks_of(files, rejects, names, layout, list_separator)
-        job.read_actions(blocks, Clock(time_format) if names.timestamp else None, TIMES, 0, names.timestamp)
+        job.settle(job.gather(blocks, Clock(time_format) if names.timestamp else None, TIMES), names.timestamp)
         columns = ", ".join(["r.user", "r.item", job.actions.time, *(job.actions.columns[name] for name in more)])
         found = duck.table(f"select {columns} from rows as r order by file, line, place")
         return list(zip(*(column.to_pylist() for column in found.columns), strict=True))

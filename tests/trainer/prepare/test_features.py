@@ -22,12 +22,11 @@ from logitmix.trainer.prepare.features import (
     RawColumn,
     apply_options,
     as_in_requests,
-    filled,
+    distinct,
     find_features,
     infer_kind,
     make_features,
     name_features,
-    values_of_items,
 )
 
 ITEMS = pa.array(["x", "y", "z"])
@@ -144,7 +143,7 @@ DAYS = [f"2024-01-{day:02d}" for day in range(1, 21)]
 )
 def test_dates_are_told_from_values_where_the_times_of_actions_are_dates(values: list[Any], kind: str | None) -> None:
     column = pa.array(values)
-    assert infer_kind(filled(column), unit="s") == kind
+    assert infer_kind(distinct(column), "s") == kind
     # Users have no age at a request, and neither have items where times are an order.
     for owner, unit in (("user", "s"), ("item", "")):
         features = make_features([RawColumn("given", owner, column)], ITEMS, unit=unit)  # type: ignore[arg-type]
@@ -187,7 +186,7 @@ def test_what_are_no_dates_of_items_is_refused(owner: Owner, values: list[Any], 
 
 def test_lists_of_a_fixed_length_are_vectors() -> None:
     values = pa.array([[1.0, 2.0], None, [3.0, 5.0]], pa.list_(pa.float32(), 2))
-    assert infer_kind(values) == "vector"
+    assert infer_kind(distinct(values)) == "vector"
     features = made(RawColumn("given", "item", values))
     mean = (1 + 2 + 3 + 5) / 4
     assert features.columns["given"].values.tolist() == [[1, 2], [mean, mean], [3, 5]]
@@ -480,15 +479,6 @@ def test_options_change_kinds_tables_owners_and_use() -> None:
 def test_options_that_do_not_fit_are_named(said: FeaturesOptions, message: str) -> None:
     with pytest.raises(ValueError, match=f"^s.toml: {message}"):
         apply_options(COLUMNS, said, "s.toml", of_owner)
-
-
-def test_an_item_takes_the_first_or_last_value_in_time() -> None:
-    values = pa.array([None, "a", "b", None, "d", "e", ""])
-    items, times = np.array([0, 0, 0, 0, 1, 1, 3]), np.array([0, 1, 3, 5, 9, 2, 0])
-    assert values_of_items(values, items, times, 4, "first").to_pylist() == ["a", "e", None, None]
-    assert values_of_items(values, items, times, 4, "last").to_pylist() == ["b", "d", None, None]
-    assert values_of_items(values, items, np.zeros(7), 4, "first").to_pylist() == ["a", "d", None, None]
-    assert values_of_items(values, items, np.zeros(7), 4, "last").to_pylist() == ["b", "e", None, None]
 
 
 def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:

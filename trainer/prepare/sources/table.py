@@ -6,7 +6,7 @@ the actions of one time. Columns of the actions other than user, item and time b
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from logitmix.modules.schema import Owner
 from logitmix.trainer.data.description import schema_of
 from logitmix.trainer.data.times import Clock
 from logitmix.trainer.prepare.append import parts_of
+from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.download import find_source
 from logitmix.trainer.prepare.features import read_schema
 from logitmix.trainer.prepare.files import ATOMIC, ENDINGS, InputFile, find_parts
@@ -30,7 +31,7 @@ from logitmix.trainer.prepare.matching import alike
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.row_numbers import is_pandas_index
 from logitmix.trainer.prepare.scan import Block
-from logitmix.trainer.prepare.tables import TIME, Job, SideTable, read_blocks, side_table
+from logitmix.trainer.prepare.tables import TIME, Gathered, Job, SideTable, read_blocks, side_table
 from logitmix.trainer.prepare.text import CSV, Layout
 
 OWNERS: dict[str, Owner] = {"--items": "item", "--users": "user"}
@@ -71,23 +72,10 @@ def read(job: Job) -> None:
     options, rejects = job.options, job.rejects
     job.source = find_source(options, job.progress, reason="is a format, not one data set")
     job.files = _parts(job.source, "--source", rejects)
-    names = ColumnNames(options.user_column, options.item_column, options.timestamp_column)
-    columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
-    layout = Layout(options.delimiter.replace("\\t", "\t"), columns, options.quote or None, encoding=options.encoding)
-    lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), rejects)
-    clock = Clock(options.time_format) if names.timestamp else None
-    first = 0
-    if options.append:
-        # `prepare` has read it, and compared all files with their digests.
-        before = from_json((Path(options.append) / "dataset.json").read_text(encoding="utf-8"))
-        joins = joins_of(schema_of(before, before["items"]).features)
-        times = parts_of(before)[-1].get("times") or {}
-        first = times.get("last", -1) + 1 if not times.get("unit") else 0
-    else:
-        joins = joins_of(read_schema(options.schema))
-    blocks = read_actions(job.files, names, rejects, job.progress, layout, lists, joins)
-    must = f"as --time-format {options.time_format!r} says" if options.time_format else TIMES
-    job.read_actions(blocks, clock, must, first, names.timestamp)
+    names, layout, (joins, _) = _names(options), _layout(options), _joins(options)
+    gathered = job.gather_files(gather)
+    job.settle(gathered, names.timestamp)
+    lists = gathered.lists or Lists(names.item, "", rejects)
     ids = job.actions.ids
     for what, name in (("user", names.user), ("item", names.item)):
         whole = as_whole(name, ids[what]["id"].combine_chunks(), rejects)
@@ -111,6 +99,37 @@ def read(job: Job) -> None:
         )
     )
     job.actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(job)))
+
+
+def gather(job: Job, files: Sequence[InputFile]) -> Gathered:
+    """Reads some of the files of the actions into the table `rows`."""
+    options, names = job.options, _names(job.options)
+    joins, first = _joins(options)
+    lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), job.rejects)
+    clock = Clock(options.time_format) if names.timestamp else None
+    must = f"as --time-format {options.time_format!r} says" if options.time_format else TIMES
+    blocks = read_actions(files, names, job.rejects, job.progress, _layout(options), lists, joins)
+    return replace(job.gather(blocks, clock, must, first), lists=lists)
+
+
+def _names(options: PrepareOptions) -> ColumnNames:
+    return ColumnNames(options.user_column, options.item_column, options.timestamp_column)
+
+
+def _layout(options: PrepareOptions) -> Layout:
+    columns = [name.strip() for name in options.columns.split(",")] if options.columns else []
+    return Layout(options.delimiter.replace("\\t", "\t"), columns, options.quote or None, encoding=options.encoding)
+
+
+def _joins(options: PrepareOptions) -> tuple[Joins, int]:
+    """The columns that are read as one; and the time of the first row if rows have none."""
+    if not options.append:
+        return joins_of(read_schema(options.schema)), 0
+    # `prepare` has read it, and compared all files with their digests.
+    before = from_json((Path(options.append) / "dataset.json").read_text(encoding="utf-8"))
+    times = parts_of(before)[-1].get("times") or {}
+    first = times.get("last", -1) + 1 if not times.get("unit") else 0
+    return joins_of(schema_of(before, before["items"]).features), first
 
 
 def read_actions(
