@@ -652,7 +652,9 @@ class _Source:
             raise ValueError(f"feature {name} has values of type {kind}, which are no numbers")
         numbers = _floats(values)
         self._say("number", wrong)
-        self._say("finite number", self.found.values.filter(pa.array(np.isnan(numbers) & as_numpy(values.is_valid()))))
+        given = self.found.values
+        none = np.isnan(numbers) & as_numpy(given.is_valid()) & ~as_numpy(pc.is_in(given, value_set=wrong))
+        self._say("finite number", given.filter(pa.array(none)))
         return numbers
 
     def vectors(self) -> np.ndarray:
