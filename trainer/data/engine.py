@@ -24,9 +24,6 @@ class Engine(Protocol):
     def make(self, name: str, query: str) -> None:
         """Makes a table of a query's rows, or replaces it."""
 
-    def rename(self, name: str, other: str) -> None:
-        """Renames the table `name` to `other`."""
-
     def drop(self, *names: str) -> None:
         """Gives up tables."""
 
@@ -54,9 +51,6 @@ class Duck:
 
     def make(self, name: str, query: str) -> None:
         self.db.execute(f"create or replace table {name} as {query}")
-
-    def rename(self, name: str, other: str) -> None:
-        self.db.execute(f"alter table {name} rename to {other}")
 
     def drop(self, *names: str) -> None:
         for name in names:

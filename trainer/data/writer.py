@@ -1,5 +1,6 @@
 """The writer of a dataset directory; dataset.py describes the format."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logitmix.modules.schema import Feature, Schema
+from logitmix.trainer.data.arrow import is_list
 from logitmix.trainer.data.columns import ROW, Column, ranges, user_blocks
 from logitmix.trainer.data.description import FORMAT, PROJECTIONS, entries_of
-from logitmix.trainer.data.repeats import repeated_targets
+from logitmix.trainer.data.repeats import count_repeats, shares
 
 USERS_PER_FILE = 100_000
 
@@ -48,25 +50,74 @@ LAST = (51, 201)
 that its models see, and their target."""
 
 
+@dataclass
+class Counted:
+    """What is counted of the sequences of some users."""
+
+    sums: Counter[str] = field(default_factory=Counter)
+    """Numbers of actions and of users, by what they are."""
+    first: int = 2**63 - 1
+    last: int = -(2**63)
+    last_items: dict[int, np.ndarray] = field(default_factory=dict)
+    """For each of LAST, which items are among so many last actions of the users, bool [items]."""
+
+    @classmethod
+    def of(
+        cls, offsets: np.ndarray, items: np.ndarray, times: np.ndarray, fractions: np.ndarray, num_items: int
+    ) -> "Counted":
+        """Counts users: u has items[offsets[u] : offsets[u + 1]], and their times and fractions of these."""
+        with_targets, repeats = count_repeats(offsets, items)
+        same = (times[1:] == times[:-1]) & (fractions[1:] == fractions[:-1])
+        ends = offsets[1:][np.diff(offsets) > 0] - 1
+        same[ends[:-1]] = False
+        tied = np.append(same, False) | np.append(False, same)
+        sums = Counter(actions=len(items), with_targets=with_targets, tied_actions=int(tied.sum()), **repeats)
+        sums["users_that_end_tied"] = int(tied[ends].sum())
+        last_items = {}
+        for count in LAST:
+            last_items[count] = np.zeros(num_items, bool)
+            for _, bounds in user_blocks(offsets):
+                lengths = np.minimum(np.diff(bounds), count)
+                last_items[count][items[ranges(bounds[1:] - lengths, lengths)]] = True
+                sums[f"last {count}"] += int(lengths.sum())
+        return cls(sums, int(times.min(initial=2**63 - 1)), int(times.max(initial=-(2**63))), last_items)
+
+    def add(self, other: "Counted") -> None:
+        """Adds what is counted of other users."""
+        self.sums.update(other.sums)
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+        self.last_items = {
+            count: self.last_items.get(count, False) | there for count, there in other.last_items.items()
+        }
+
+    def entries(self) -> dict[str, Any]:
+        """Those of dataset.json that are counted of the sequences."""
+        return {
+            "actions": self.sums["actions"],
+            "repeated_targets": shares(self.sums["with_targets"], {of: self.sums[of] for of in ("validation", "test")}),
+            "last_actions": {
+                str(count): {"actions": self.sums[f"last {count}"], "items": int(np.count_nonzero(there))}
+                for count, there in self.last_items.items()
+            },
+        }
+
+    def times(self) -> dict[str, int]:
+        """The entries of `times` in dataset.json."""
+        ties = {name: self.sums[name] for name in ("tied_actions", "users_that_end_tied")}
+        return {"first": self.first, "last": self.last} | ties
+
+
 def write_dataset(
     directory: Path, contents: DatasetContents, name: str, users_per_file: int = USERS_PER_FILE, **entries: Any
 ) -> dict[str, Any]:
     """Writes a dataset into a new or empty directory, with further `entries` of dataset.json; returns its content. A
     rejects.tsv may be there already."""
-    return finish_dataset(directory, contents, name, write_sequences(directory, contents, users_per_file), **entries)
-
-
-def write_sequences(directory: Path, contents: DatasetContents, users_per_file: int = USERS_PER_FILE) -> dict[str, Any]:
-    """Writes sequences/; returns the entries of dataset.json that are counted of them."""
     (directory / "sequences").mkdir(parents=True)
-    users = len(contents.offsets) - 1
-    for part, start in enumerate(range(0, users, users_per_file)):
-        write_part(directory, part, contents, start, min(start + users_per_file, users))
-    return {
-        "actions": len(contents.items),
-        "repeated_targets": repeated_targets(contents.offsets, contents.items),
-        "last_actions": {str(count): last_actions(contents.offsets, contents.items, count) for count in LAST},
-    }
+    offsets, items, times = contents.offsets, contents.items, contents.timestamps
+    for part, start in enumerate(range(0, len(offsets) - 1, users_per_file)):
+        write_part(directory, part, contents, start, min(start + users_per_file, len(offsets) - 1))
+    counted = Counted.of(offsets, items, times, np.zeros_like(times), len(contents.item_ids))
+    return finish_dataset(directory, contents, name, counted.entries(), **entries)
 
 
 def write_part(
@@ -75,7 +126,23 @@ def write_part(
     """Writes a file of sequences/. `contents` begin with this user."""
     schema = contents.schema or Schema.of_ids(len(contents.item_ids))
     table = _sequences(contents, schema, start, stop, first_user)
-    pq.write_table(table, directory / "sequences" / f"part-{part:05d}.parquet")
+    # Times rise, and hardly one of them comes again.
+    others = [path for field in table.schema if field.name != "timestamps" for path in _paths(field.name, field.type)]
+    pq.write_table(
+        table,
+        directory / "sequences" / f"part-{part:05d}.parquet",
+        use_dictionary=others,
+        column_encoding={"timestamps.list.element": "DELTA_BINARY_PACKED"},
+    )
+
+
+def _paths(name: str, kind: pa.DataType) -> list[str]:
+    """Returns the paths in Parquet of a column's values."""
+    if is_list(kind):
+        return _paths(f"{name}.list.element", kind.value_type)
+    return (
+        [path for of in kind for path in _paths(f"{name}.{of.name}", of.type)] if pa.types.is_struct(kind) else [name]
+    )
 
 
 def finish_dataset(
@@ -106,28 +173,6 @@ def finish_dataset(
     }
     # Last, because it makes the directory a dataset.
     return FORMAT.write(directory / "dataset.json", description)
-
-
-def last_actions(offsets: np.ndarray, items: np.ndarray, count: int) -> dict[str, int]:
-    """Number of actions if each user has the last `count` alone, and of the items among them."""
-    actions, there = find_last(offsets, items, count)
-    return {"actions": actions, "items": int(np.count_nonzero(there))}
-
-
-def find_last(offsets: np.ndarray, items: np.ndarray, count: int) -> tuple[int, np.ndarray]:
-    """How many actions there are if each user has the last `count` alone, and which items they are of, as far as the
-    largest one: bool."""
-    actions, there = 0, np.zeros(0, bool)
-    for _, bounds in user_blocks(offsets):
-        lengths = np.minimum(np.diff(bounds), count)
-        actions += int(lengths.sum())
-        found = items[bounds[0] : bounds[-1]]
-        if len(found) > lengths.sum():
-            found = found[ranges(bounds[1:] - lengths - bounds[0], lengths)]
-        if len(found):
-            there = np.append(there, np.zeros(max(0, int(found.max()) + 1 - len(there)), bool))
-            there[found] = True
-    return actions, there
 
 
 def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int, first_user: int) -> pa.Table:

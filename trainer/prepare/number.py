@@ -10,8 +10,8 @@ through these tables:
     coded        the chosen rows with keys in place of ids and values: file, line, place, user_key, item_key, time,
                  fraction, acts (false: it was shown), and a key for each column
     different    without exact duplicates
-    shown        what was no action, but shown
-    kept         the actions that the filters leave
+    shown, acting    what was no action, but shown, and what was one
+    of_items, of_users    the actions that the filters leave; Numbered.table names the last table
     users, items the ids of these: id, key, and the index in the dataset
 
 The order of the actions of a user is time, fraction, file, line, place.
@@ -35,8 +35,8 @@ SHOWN = "shown"
 """The feature of actions that PrepareOptions.shown makes."""
 ORDER = "time, fraction, file, line, place"
 KEPT_ORDER = f"user_index, {ORDER}"
-NO_FILE = -1
-"""The number of the file of what waits since an earlier `prepare`."""
+BEFORE_ALL = -(2**62)
+"""The time of what waits since an earlier `prepare`."""
 
 VALUES = """
 select {column} as value, row_number() over (order by {column}) - 1 as key
@@ -68,14 +68,16 @@ select coded.* from coded anti join (
 OFTEN = "select {key} from {table} group by {key} having count(*) >= {least}"
 ONLY = "select {table}.* from {table} semi join often on {table}.{key} = often.{key}"
 COUNTS = "select count(distinct user_key), count(distinct item_key), count(*) from {table}"
-KEPT_KEYS = "select distinct {what}_key as key from kept order by key"
+KEPT_KEYS = "select distinct {what}_key as key from {table} order by key"
 
 
 @dataclass
 class Numbered:
-    """The actions that are kept, in the table `kept`; and what was found on the way."""
+    """The actions that are kept, and what was found on the way."""
 
     engine: Engine
+    table: str
+    """That has them."""
     user_ids: pa.Array
     """In the order of the dataset."""
     item_ids: pa.Array
@@ -104,7 +106,7 @@ class Numbered:
         table = self.columns[name]
         found = self.engine.table(f"""
             select c.key as key, v.value as value, c.n as n
-            from (select {table} as key, count(*) as n from kept group by {table}) as c
+            from (select {table} as key, count(*) as n from {self.table} group by {table}) as c
             left join {table} as v on c.key = v.key order by c.key nulls last
         """)
         self.used[name] = found["key"].combine_chunks()
@@ -133,7 +135,7 @@ class Numbered:
             select o.index as index, found.value as value from {owner}s as o join (
                 select k.{owner}_key as owner_key, k.{self.columns[name]} as value,
                     row_number() over (partition by k.{owner}_key order by {ordered}) as nth
-                from kept as k join users as u on k.user_key = u.key {only}
+                from {self.table} as k join users as u on k.user_key = u.key {only}
             ) as found on o.key = found.owner_key where found.nth = 1
         """)
         keys = np.full(len(self.item_ids if owner == "item" else self.user_ids), -1)
@@ -143,10 +145,10 @@ class Numbered:
     def sample(self, name: str, rows: int) -> tuple[pa.Array, np.ndarray]:
         """Values of about so many actions that have one, and their times."""
         table = self.columns[name]
-        (count,) = self.engine.row(f"select count({table}) from kept")
+        (count,) = self.engine.row(f"select count({table}) from {self.table}")
         step = 1 + count // rows
         found = self.engine.table(f"""
-            select v.value as value, k.time as time from kept as k join {table} as v on k.{table} = v.key
+            select v.value as value, k.time as time from {self.table} as k join {table} as v on k.{table} = v.key
             where (k.line + k.file) % {step} = 0 order by k.time, k.file, k.line, k.place
         """)
         return found["value"].combine_chunks(), found["time"].to_numpy()
@@ -157,7 +159,7 @@ class Numbered:
         keys = "".join(f", k.{table}" for table in self.columns.values())
         return f"""
             select u.index as user_index, i.index as item_index, k.time, k.fraction, k.file, k.line, k.place{keys}
-            from kept as k join users as u on k.user_key = u.key join items as i on k.item_key = i.key
+            from {self.table} as k join users as u on k.user_key = u.key join items as i on k.item_key = i.key
         """
 
 
@@ -228,50 +230,46 @@ def _filtered(
     waiting: pa.Table | None,
 ) -> Numbered:
     """What `coded` has without duplicates and what is too rare, numbered."""
-    notes, counts = list[str](), [read]
+    notes, counts, table = list[str](), [read], "coded"
 
-    def counted(table: str) -> dict[str, int]:
-        """Counts of a table, which the table before it may have had already."""
+    def count() -> None:
+        """Counts what is left, which the table before may have had already."""
         (rows,) = engine.row(f"select count(*) from {table}")
-        if rows == counts[-1]["actions"]:
-            return counts[-1]
-        return dict(zip(("users", "items", "actions"), engine.row(COUNTS.format(table=table)), strict=True))
+        same = rows == counts[-1]["actions"]
+        found = counts[-1].values() if same else engine.row(COUNTS.format(table=table))
+        counts.append(dict(zip(("users", "items", "actions"), found, strict=True)))
 
-    counts.append(counted("coded"))
-    table = "coded"
+    def keep(name: str, query: str) -> None:
+        nonlocal table
+        engine.make(name, query)
+        engine.drop(table)
+        table = name
+
+    count()
     if not options.keep_duplicates:
         engine.make("repeated", REPEATED)
         groups, several = engine.row("select count(*), coalesce(sum(n), 0) from repeated")
         if groups:
             compared = "".join(f", c.{of}" for name, of in tables.items() if name not in numbering)
-            engine.make("different", DIFFERENT.format(compared=compared))
-            engine.drop("coded")
-            table = "different"
+            keep("different", DIFFERENT.format(compared=compared))
             (rows,) = engine.row("select count(*) from different")
             notes += of_others(int(several) - groups - (counts[-1]["actions"] - rows))
-    counts.append(counted(table))
+    count()
     if options.shown:
         engine.make("shown", f"select * from {table} where not acts")
-        engine.make("acting", f"select * from {table} where acts")
-        table = "acting"
-    counts.append(counted(table))
+        keep("acting", f"select * from {table} where acts")
+    count()
     for owner, least in (("item", options.min_item_actions), ("user", max(options.min_user_actions, 1))):
         if least > 1:
             engine.make("often", OFTEN.format(key=f"{owner}_key", table=table, least=least))
-            (often,) = engine.row("select count(*) from often")
-            if often < counts[-1][f"{owner}s"]:
-                engine.make("kept", ONLY.format(table=table, key=f"{owner}_key"))
-                if table != "kept":
-                    engine.drop(table)
-                table = "kept"
-        counts.append(counted(table))
+            if engine.row("select count(*) from often")[0] < counts[-1][f"{owner}s"]:
+                keep(f"of_{owner}s", ONLY.format(table=table, key=f"{owner}_key"))
+        count()
     if not counts[-1]["actions"]:
         raise nobody(options.min_user_actions, counts[3], counts[1]["actions"] - counts[2]["actions"])
-    if table != "kept":
-        engine.rename(table, "kept")
     found = {}
     for what in ("user", "item"):
-        keys = engine.table(KEPT_KEYS.format(what=what))["key"].combine_chunks()
+        keys = engine.table(KEPT_KEYS.format(what=what, table=table))["key"].combine_chunks()
         ids = read_ids[f"{what}s"].take(keys)
         # Ids of digits alone are ordered as numbers, once the others are left out.
         order = pa.array(order_of_texts(ids))
@@ -281,7 +279,7 @@ def _filtered(
         name: {of: was[of] - now[of] for of in was}
         for name, was, now in zip(STEPS, counts[:-1], counts[1:], strict=True)
     }
-    numbered = Numbered(engine, found["user"], found["item"], read_ids, tables, read, removed, notes)
+    numbered = Numbered(engine, table, found["user"], found["item"], read_ids, tables, read, removed, notes)
     if options.shown:
         _add_shown(numbered, waiting)
     return numbered
@@ -339,31 +337,20 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
     actions at one time, they belong to the first. What no action follows waits."""
     engine = numbered.engine
     users, items = numbered.read_ids["users"], numbered.read_ids["items"]
-    all_items, nobodys = items, None
+    own = "user_key, item_key, time, fraction, file, line, place, acts"
+    sources = [f"select {own} from {numbered.table}", f"select {own} from shown"]
+    nobodys = None
     if waiting is not None and len(waiting):
-        user = pc.index_in(waiting["user"].combine_chunks().cast(pa.string()), value_set=users)
-        nobodys = waiting.filter(user.is_null())
-        rows = waiting.filter(user.is_valid())
-        names = rows["item"].combine_chunks().cast(pa.string())
-        absent = names.filter(pc.index_in(names, value_set=items).is_null()).unique()
-        all_items = pa.concat_arrays([items, absent])
-        count = len(rows)
-        engine.put(
-            "waited",
-            pa.table(
-                {
-                    "file": pa.array(np.full(count, NO_FILE, np.int32)),
-                    "line": pa.array(np.arange(count)),
-                    "place": pa.array(np.zeros(count, np.int32)),
-                    "user_key": user.drop_null().cast(pa.int32()),
-                    "item_key": pc.index_in(names, value_set=all_items).cast(pa.int32()),
-                    "time": pa.array(np.full(count, -(2**62))),
-                    "fraction": pa.array(np.zeros(count, np.int32)),
-                }
-            ),
-        )
-    own = "user_key, item_key, time, fraction, file, line, place"
-    earlier = f" union all select {own}, false as acts from waited" if nobodys is not None else ""
+        user, item = (waiting[name].combine_chunks().cast(pa.string()) for name in ("user", "item"))
+        items = pa.concat_arrays([items, item.filter(pc.invert(pc.is_in(item, value_set=items))).unique()])
+        user_key, item_key = pc.index_in(user, value_set=users), pc.index_in(item, value_set=items)
+        nobodys = waiting.filter(user_key.is_null())
+        places = np.arange(len(waiting))
+        engine.put("waited", pa.table({"user_key": user_key, "item_key": item_key, "place": places}))
+        sources.append(f"""
+            select user_key, item_key, {BEFORE_ALL} as time, 0 as fraction, 0 as file, 0 as line, place, false as acts
+            from waited where user_key is not null
+        """)
     # What is shown at the time of an action comes before it: false is before true.
     engine.make(
         "followed",
@@ -372,7 +359,7 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
             partition by user_key order by nth rows between current row and unbounded following) as next
         from (
             select *, row_number() over (partition by user_key order by time, acts, fraction, file, line, place) as nth
-            from (select {own}, acts from kept union all select {own}, acts from shown{earlier}) as both_kinds
+            from ({" union all ".join(sources)}) as both_kinds
         ) as in_time
         """,
     )
@@ -388,14 +375,14 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
     table = pa.table(
         {
             "user": users.take(left["user_key"].combine_chunks()),
-            "item": all_items.take(left["item_key"].combine_chunks()),
+            "item": items.take(left["item_key"].combine_chunks()),
         }
     )
     if nobodys is not None and len(nobodys):
         table = pa.concat_tables([nobodys.cast(table.schema), table])
     numbered.waiting = by_user(table)
     numbered.notes += of_shown(numbered.waiting)
-    lists = _lists(shown, all_items)
+    lists = _lists(shown, items)
     distinct = lists["value"].combine_chunks()
     texts = pa.array([repr(of) for of in distinct.to_pylist()], pa.string()).dictionary_encode()
     first = np.unique(texts.indices.to_numpy(), return_index=True)[1]
@@ -403,10 +390,11 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
     engine.put("shown_before", lists.drop(["value"]).append_column("d_shown", texts.indices.cast(pa.int64())))
     engine.make(
         "kept",
-        "select k.*, b.d_shown from kept as k left join shown_before as b"
+        f"select k.*, b.d_shown from {numbered.table} as k left join shown_before as b"
         " on k.file = b.file and k.line = b.line and k.place = b.place",
     )
-    numbered.columns[SHOWN] = "d_shown"
+    engine.drop(numbered.table)
+    numbered.table, numbered.columns[SHOWN] = "kept", "d_shown"
 
 
 def _lists(shown: pa.Table, item_ids: pa.Array) -> pa.Table:

@@ -32,13 +32,14 @@ except ModuleNotFoundError as _error:
     raise SystemExit(f"logitmix: a Spark job needs {_error.name}: pip install 'logitmix[spark]'") from None
 
 from logitmix.trainer.data.engine import Duck, quoted
+from logitmix.trainer.data.writer import Counted
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.files import InputFile
 from logitmix.trainer.prepare.prepare import prepare
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.summary import summarize
 from logitmix.trainer.prepare.tables import ROWS, Gathered, Gatherer, Job
-from logitmix.trainer.prepare.write import Counted, PartWriter
+from logitmix.trainer.prepare.write import PartWriter
 
 Gather = Callable[[Job, Sequence[InputFile]], Gathered]
 REFUSED = ("append", "list_separator", "memory")
@@ -98,9 +99,6 @@ class Spark(Duck):
         self.query(query).write.parquet(path.as_uri())
         self.view(name, [path])
 
-    def rename(self, name: str, other: str) -> None:
-        self.session.table(name).createOrReplaceTempView(other)
-
     def table(self, query: str) -> pa.Table:
         return self.query(query).toArrow().combine_chunks()
 
@@ -123,7 +121,7 @@ class _Said:
     """What a task says by the methods of Rejects, as calls that the driver makes."""
 
     def __init__(self) -> None:
-        self.lines = 0
+        self.count = self.lines = 0
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -134,8 +132,8 @@ class _Said:
 class _Found:
     """What a task found in a file, whose rows it wrote as Parquet, and what it said on the way."""
 
-    lines: int
-    calls: list[tuple[str, tuple[Any, ...]]]
+    said: dict[str, Any]
+    """The attributes of _Said."""
     error: str = ""
     gathered: Gathered | None = None
     columns: dict[str, pa.Array] = field(default_factory=dict)
@@ -151,7 +149,7 @@ def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile,
         if read.lists and read.lists.rows:
             raise ValueError(f"{file.label}: has lists of items, which only logitmix prepare table reads")
     except ValueError as error:
-        return _Found(said.lines, said.calls, str(error))
+        return _Found(vars(said), str(error))
     duck.db.execute(f"update rows set file = {number}")
     duck.db.table("rows").write_parquet(str(path))
     types, names = duck.table("select * from rows limit 0"), read.gatherer.columns
@@ -159,7 +157,7 @@ def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile,
         name: types[names[name]].combine_chunks() if name in names else pa.nulls(0) for name in read.gatherer.files_of
     }
     del read.gatherer.duck
-    return _Found(said.lines, said.calls, "", replace(read, lists=None), columns)
+    return _Found(vars(said), "", replace(read, lists=None), columns)
 
 
 class SparkJob(Job):
@@ -179,8 +177,9 @@ class SparkJob(Job):
         whole = Gathered(gatherer, [file.label for file in self.files], {}, None)
         starts, alike = [0], dict[Any, list[Path]]()
         for (_, _, path), found in zip(tasks, results, strict=True):
-            self.rejects.lines += found.lines
-            for name, given in found.calls:
+            self.rejects.lines += found.said["lines"]
+            self.rejects.count += found.said["count"]
+            for name, given in found.said["calls"]:
                 getattr(self.rejects, name)(*given)
             if found.gathered is None:
                 raise ValueError(found.error)

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from logitmix.trainer.data.arrow import as_numpy, codes_of, is_list, is_text, is_time
 from logitmix.trainer.data.engine import Duck, quoted, scratch
 from logitmix.trainer.data.times import Clock, outliers_of, unit_of
+from logitmix.trainer.data.writer import Counted
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.files import InputFile, is_zip, magic
 from logitmix.trainer.prepare.jsonl import is_json, read_json
@@ -28,7 +29,7 @@ from logitmix.trainer.prepare.lists import Lists
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.scan import Block, Keys, read_parquet
 from logitmix.trainer.prepare.text import CSV, Layout, read_text
-from logitmix.trainer.prepare.write import Counted, PartWriter, write_sequences
+from logitmix.trainer.prepare.write import PartWriter, write_sequences
 
 TIME = "a number between -2^62 and 2^62"
 OWN = 'file integer, line bigint, place integer, "user" varchar, item varchar, time bigint, fraction integer'

@@ -1,11 +1,13 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from small_data import in_memory
 
-from logitmix.trainer.data import columns
+from logitmix.trainer.data import columns, writer
 from logitmix.trainer.data.batches import ranking_users
 from logitmix.trainer.data.repeats import repeated_targets
-from logitmix.trainer.data.writer import last_actions
+from logitmix.trainer.data.writer import Counted
 
 
 def sequences_of(*sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -22,12 +24,21 @@ def test_without_users_to_rank_nothing_is_repeated(sequences: tuple[list[int], .
     assert repeated_targets(*sequences_of(*sequences)) == {"validation": 0, "test": 0}
 
 
-def test_last_actions_are_those_of_each_user() -> None:
-    made = sequences_of([1, 2, 1, 2], [3], [5, 6, 7])
-    assert last_actions(*made, 2) == {"actions": 5, "items": 5}
-    assert last_actions(*made, 1) == {"actions": 3, "items": 3}
-    assert last_actions(*made, 9) == {"actions": 8, "items": 6}
-    assert last_actions(*sequences_of([], [2, 2], []), 1) == {"actions": 1, "items": 1}
+def test_last_actions_are_those_of_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "USERS_AT_ONCE", 2)
+    monkeypatch.setattr(writer, "LAST", (1, 2, 9))
+
+    def last_actions(*sequences: list[int]) -> Any:
+        offsets, items = sequences_of(*sequences)
+        times = np.arange(len(items))
+        return Counted.of(offsets, items, times, times, 10).entries()["last_actions"]
+
+    assert last_actions([1, 2, 1, 2], [3], [5, 6, 7]) == {
+        "1": {"actions": 3, "items": 3},
+        "2": {"actions": 5, "items": 5},
+        "9": {"actions": 8, "items": 6},
+    }
+    assert last_actions([], [2, 2], [])["1"] == {"actions": 1, "items": 1}
 
 
 @pytest.mark.parametrize("seed", range(5))
