@@ -347,7 +347,7 @@ def test_a_failed_job_leaves_the_old_dataset(table: Path, tmp_path: Path) -> Non
 def test_a_full_disk_is_named_by_the_output(
     table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*arguments: Any) -> None:
+    def full(*arguments: Any, **settings: Any) -> None:
         raise OSError(28, "Error writing bytes to file. Detail: [errno 28] No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full)
