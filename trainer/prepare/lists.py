@@ -5,9 +5,9 @@ length beside it (times, kinds of action) have one value for each item; all else
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +15,9 @@ import pyarrow.compute as pc
 
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, lengths
 from logitmix.trainer.data.columns import ranges
+from logitmix.trainer.data.engine import Engine
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.scan import Block
-
-if TYPE_CHECKING:
-    from logitmix.trainer.prepare.tables import Job
 
 ACTIONS = 1 << 18
 """Of a block of rows with one item each, about."""
@@ -98,15 +96,14 @@ class Lists:
         if self.empty:
             self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
 
-    def numbers_of_rows(self, job: "Job") -> list[str]:
+    def numbers_of_rows(self, engine: Engine, columns: Mapping[str, str]) -> list[str]:
         """Those of the actions' columns that have their own value in most rows of lists, such as the number of a
         session: repeated for each item they look like something that actions have in common."""
         if self.actions == self.rows:
             return []
-        of = job.actions.columns
         texts = "count(distinct case when typeof({0}) in ('VARCHAR', 'BIGINT') then {0} end)"
-        queries = {name: f"select {texts.format(of[name])} from rows" for name in self.repeated if name in of}
-        counts = {name: job.duck.row(query) for name, query in queries.items()}
+        there = {name: columns[name] for name in self.repeated if name in columns}
+        counts = {name: engine.row(f"select {texts.format(column)} from rows") for name, column in there.items()}
         return [name for name, (count,) in counts.items() if 2 * count > self.rows]
 
     def _compare(self, users: pa.Array, items: pa.Array, counts: np.ndarray) -> None:

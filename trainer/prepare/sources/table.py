@@ -98,7 +98,7 @@ def read(job: Job) -> None:
             (options.users, "--users", names.user, "user"),
         )
     )
-    job.actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(job)))
+    job.actions.kinds.update(dict.fromkeys(lists.numbers_of_rows(job.duck, job.actions.columns)))
 
 
 def gather(job: Job, files: Sequence[InputFile]) -> Gathered:
