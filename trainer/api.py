@@ -120,7 +120,8 @@ def evaluate(
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
     _require_whole(threads=threads)
     _require_names(groups=groups or ())
-    results = evaluation.evaluate_run(fetch_run(run), split, None, None, "auto", threads, groups, want)
+    chosen = None if groups is None else tuple(groups)
+    results = evaluation.evaluate_run(fetch_run(run), split, "auto", threads, groups=chosen, want=want)
     return shown_metrics(results, f"{run}: {_of_step(split, results)}")
 
 

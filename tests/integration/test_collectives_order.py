@@ -82,7 +82,7 @@ def recorded(config: Config, folder: Path) -> list[Seen]:
         doing = "train"
         train(config, folder / "run")
         doing = "evaluate"
-        evaluate_run(folder / "run", "test", None, None, "cpu", 1)
+        evaluate_run(folder / "run", "test", "cpu", 1)
         doing = "export"
         export(folder / "run", folder / "export")
     return seen

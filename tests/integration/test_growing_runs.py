@@ -149,7 +149,7 @@ def test_a_warm_start_with_a_capacity_in_one_of_the_runs(folder: Path, tmp_path:
 
 def test_evaluation_of_a_checkpoint_is_that_of_the_run(folder: Path) -> None:
     results = jobs.results(folder / "whole")
-    found = evaluate_run(folder / "whole", "test", None, None, "cpu", 1)
+    found = evaluate_run(folder / "whole", "test", "cpu", 1)
     assert {name: found[name] for name in ("hr@1", "hr@10", "mrr")} == {
         name: pytest.approx(results[name]) for name in ("hr@1", "hr@10", "mrr")
     }

@@ -36,7 +36,7 @@ def test_is_trained_evaluated_exported_and_served(kind: str, epochs: int, tmp_pa
     # The next item follows from the last one; a random order would hit 1 time in 30.
     assert epochs == 2 or results["hr@1"] > 0.5
 
-    again = evaluate_run(run, "test", None, None, "cpu", 1)
+    again = evaluate_run(run, "test", "cpu", 1)
     assert {name: results[name] for name in again} == again
 
     export(run, tmp_path / "served")

@@ -210,9 +210,9 @@ def test_evaluation_can_be_switched_off(tmp_path: Path) -> None:
     # A checkpoint an epoch, as otherwise; the last one stands for the best.
     assert [path.name for path in checkpoint_paths(run)] == ["step-4", "step-8", "step-12"]
     assert load_saved(run).step == 12
-    metrics = evaluate_run(run, "test", None, None, "cpu", 1)
+    metrics = evaluate_run(run, "test", "cpu", 1)
     assert metrics["users"] == 60 and metrics["step"] == 12
-    sampled = evaluate_run(run, "validation", "no", 7, "cpu", 1)
+    sampled = evaluate_run(run, "validation", "cpu", 1, exclude_history="no", users=7)
     assert sampled["users"] == 7
 
 
@@ -225,7 +225,7 @@ def test_a_run_split_by_time_ranks_those_who_act_in_the_latest_part(tmp_path: Pa
     (row,) = read_rows(run, "validation")
     count = {split: int((places >= 0).sum()) for split, places in held_out.targets.items()}
     assert (row["users"], results["users"]) == (count["validation"], count["test"]) and results["users"] < 60
-    assert evaluate_run(run, "test", None, None, "cpu", 1)["users"] == count["test"]
+    assert evaluate_run(run, "test", "cpu", 1)["users"] == count["test"]
     with pytest.raises(ValueError, match=r"was started with other settings: data\.held_out was 0\.2, is 0\.1"):
         train(small_config(data, settings | {"data.held_out": 0.1}), run)
 

@@ -57,12 +57,12 @@ def run(words: list[str]) -> None:
     results = evaluate_run(
         path,
         split,
-        arguments.exclude_history,
-        arguments.users,
         arguments.device,
         arguments.threads_of_rank,
-        arguments.groups,
-        arguments.want,
+        exclude_history=arguments.exclude_history,
+        users=arguments.users,
+        groups=arguments.groups,
+        want=arguments.want,
     )
     if is_main():
         ranked = final_run(path) if split == "test" else chosen_run(path)

@@ -4,7 +4,7 @@ Axes: U users, K items at the top, X items in the corpus.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from logitmix.launch.processes import end_lost, require_threads
 from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.schema import WANTED, Owner, Schema, require_kind
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import DataConfig, EvaluateConfig, HistoryRule
+from logitmix.trainer.config import DataConfig, EvaluateConfig
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
@@ -62,19 +62,11 @@ RECALL_AT = (100, 500, 1000, 5000, 10_000, 50_000, 100_000)
 
 
 def evaluate_run(
-    run: Path,
-    split: Split,
-    exclude_history: HistoryRule | None,
-    users: int | None,
-    device: Literal["auto", "cpu", "cuda"],
-    threads: int,
-    groups: Sequence[str] | None = None,
-    want: str | None = None,
+    run: Path, split: Split, device: Literal["auto", "cpu", "cuda"], threads: int, **settings: Any
 ) -> dict[str, float]:
-    """Metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of ranks. They
-    are of the run that was trained first if that is better, and on the test part of the refit if there is one.
-
-    `exclude_history`, `users`, `groups` and `want` override the run's settings of these names.
+    """Returns metrics of the best checkpoint of a run, alone or under torchrun; the same figures for any number of
+    ranks. They are of the run that was trained first if that is better, and on the test part of the refit if there is
+    one. `settings` that are not None replace the run's of its section evaluate.
     """
     require_threads("threads", threads)
     torch.set_num_threads(threads)
@@ -82,9 +74,7 @@ def evaluate_run(
     config = read_config(run)
     if split == "validation" and not config.data.validation:
         raise ValueError(f"{run} was trained on the validation actions; give --split test, or the run that chose them")
-    given: dict[str, Any] = {"exclude_history": exclude_history, "users": users, "want": want}
-    given["groups"] = None if groups is None else tuple(groups)
-    options = replace(config.evaluate, **{name: value for name, value in given.items() if value is not None})
+    options = replace(config.evaluate, **{name: value for name, value in settings.items() if value is not None})
     dataset = load_dataset(config.data.path)
     require_same_dataset(run, dataset)
     config = replace(config, evaluate=options)

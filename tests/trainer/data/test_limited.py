@@ -209,7 +209,7 @@ def test_targets_without_a_row_or_a_history_are_misses(
     rank_U = read_ranks(run)
     assert rank_U.tolist() == [*expected.values()]
     capsys.readouterr()
-    found = evaluate_run(run, "test", None, None, "cpu", 1)
+    found = evaluate_run(run, "test", "cpu", 1)
     missed = len(everyone) - len(served)
     assert (found["users"], found["corpus"], found["targets/left_out"]) == (len(everyone), 12, missed / len(everyone))
     assert found["hr@10"] == (rank_U <= 10).mean() and found["popularity/hr@500"] <= len(served) / len(everyone)

@@ -197,7 +197,7 @@ def test_a_run_of_other_code_is_said(run: Path, tmp_path: Path, capsys: pytest.C
         (run / "code.json").write_text(json.dumps(noted))
         for use in (
             lambda: export(run, tmp_path / "served", True),
-            lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+            lambda: evaluate_run(run, "test", "cpu", 1),
         ):
             use()
             said = f"{run} was trained by other code than this: {name} was 0123456789ab, is "

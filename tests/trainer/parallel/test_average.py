@@ -102,7 +102,7 @@ def test_what_reads_a_run_takes_the_average(featured: Path, tmp_path: Path) -> N
     run, plain = tmp_path / "run", tmp_path / "plain"
     config = small_config(featured, {"train.ema": 0.9, "train.epochs": 3, "evaluate.baselines": False})
     results = train(config, run)
-    assert evaluate_run(run, "test", None, None, "cpu", 1) == {
+    assert evaluate_run(run, "test", "cpu", 1) == {
         name: value for name, value in results.items() if name not in ("seconds", "examples_per_second")
     }
     found = saved_weights(run)

@@ -166,7 +166,7 @@ def test_evaluation_knows_the_trained_users_alone(folder: Path, monkeypatch: pyt
         return embedder(tower, tables, columns)
 
     monkeypatch.setattr(evaluate, "Embedder", kept)
-    assert evaluate.evaluate_run(folder / "with", "test", None, None, "cpu", 1)["hr@1"] == hit_rate(folder / "with")
+    assert evaluate.evaluate_run(folder / "with", "test", "cpu", 1)["hr@1"] == hit_rate(folder / "with")
     assert seen == [[*range(1, USERS + 1), 0, 0]]
 
 

@@ -188,7 +188,7 @@ def test_export_and_evaluation_say_what_they_take_instead(
     assert source != best
     said = [capsys.readouterr().err]
     if which == "best":
-        assert evaluate_run(run, "test", None, None, "cpu", 1)["step"] == source
+        assert evaluate_run(run, "test", "cpu", 1)["step"] == source
         said.append(capsys.readouterr().err)
     for line in said:
         assert line.startswith(f"{run}/checkpoints/step-{best}/") and line.count("\n") == 1

@@ -34,7 +34,7 @@ READERS: dict[str, Callable[[Path, Config], object]] = {
     "refit": lambda run, config: train(replace_train(config, refit=True), run),
     "report": lambda run, _: write_report([run], run.parent / "report.html"),
     "export": lambda run, _: export(run, run.parent / "out"),
-    "evaluate": lambda run, _: evaluate_run(run, "test", None, None, "cpu", 1),
+    "evaluate": lambda run, _: evaluate_run(run, "test", "cpu", 1),
     "ranks": lambda run, _: read_ranks(run),
     "users": lambda run, _: read_test_users(run),
     "load": lambda run, _: checkpoint.load_saved(run),

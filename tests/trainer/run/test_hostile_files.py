@@ -110,7 +110,7 @@ def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: 
     canary, config = tmp_path / "canary", read_config(run)
     place_hostile(run, place, hostile(kind, canary))
     commands: list[Callable[[], object]] = [
-        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+        lambda: evaluate_run(run, "test", "cpu", 1),
         lambda: export(run, tmp_path / "served"),
         lambda: train(config, run),
     ]

@@ -70,15 +70,15 @@ def test_export_and_the_test_take_the_refit_and_validation_the_run(tmp_path: Pat
     data, run = write_dataset(tmp_path / "data", ring=True), tmp_path / "run"
     train(small_config(data, FP32 | {"train.epochs": 2, "train.refit": True}), run)
     assert final_run(run) == run / "refit"
-    assert evaluate_run(run, "test", None, None, "cpu", 1)["hr@10"] == read_results(run / "refit")["hr@10"]
-    assert evaluate_run(run, "validation", None, None, "cpu", 1)["step"] == read_results(run)["step"]
+    assert evaluate_run(run, "test", "cpu", 1)["hr@10"] == read_results(run / "refit")["hr@10"]
+    assert evaluate_run(run, "validation", "cpu", 1)["step"] == read_results(run)["step"]
     export(run, tmp_path / "out")
     export(run / "refit", tmp_path / "same")
     assert (tmp_path / "out" / "tower.safetensors").read_bytes() == (
         tmp_path / "same" / "tower.safetensors"
     ).read_bytes()
     with pytest.raises(ValueError, match="was trained on the validation actions"):
-        evaluate_run(run / "refit", "validation", None, None, "cpu", 1)
+        evaluate_run(run / "refit", "validation", "cpu", 1)
 
 
 def test_a_refit_starts_from_the_refit_that_its_run_did_not_start_from(
@@ -102,7 +102,7 @@ def test_a_refit_that_is_not_finished_is_not_used_and_goes_on(
     whole = read_results(run / "refit")
     assert json.loads(capsys.readouterr().out)["hr@10"] == whole["hr@10"]
     (run / "refit" / "results.json").unlink()
-    for use in (lambda: export(run, tmp_path / "out"), lambda: evaluate_run(run, "test", None, None, "cpu", 1)):
+    for use in (lambda: export(run, tmp_path / "out"), lambda: evaluate_run(run, "test", "cpu", 1)):
         with pytest.raises(ValueError, match=r"refit is not finished: go on with `logitmix train --refit"):
             use()
     cli.main(["train", f"--refit={run}"])
@@ -118,7 +118,7 @@ def test_a_refit_of_another_checkpoint_is_not_mixed_with_it(tmp_path: Path) -> N
     for use in (
         lambda: train(small_config(data, longer), run),
         lambda: export(run, tmp_path / "out"),
-        lambda: evaluate_run(run, "test", None, None, "cpu", 1),
+        lambda: evaluate_run(run, "test", "cpu", 1),
     ):
         with pytest.raises(ValueError, match=r"is a refit of 1 epoch, but .* is now best after \d; remove .*refit"):
             use()

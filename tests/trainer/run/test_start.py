@@ -310,7 +310,7 @@ def test_a_start_that_is_better_than_the_run_is_what_the_run_gives(
         assert (run / name).read_bytes() == (run / "start" / name).read_bytes()
     assert final_run(run) == run / "start"
     for split, of_split in (("test", results), ("validation", {"mrr": of_start[best]})):
-        found = evaluate_run(run, split, None, None, "cpu", 1)
+        found = evaluate_run(run, split, "cpu", 1)
         assert (found["step"], found["mrr"]) == (best, of_split["mrr"])
 
     def exported(name: str, **options: Any) -> str:
