@@ -22,7 +22,7 @@ from logitmix.launch.processes import end_lost, require_threads
 from logitmix.modules.config import ModelConfig, sees_times
 from logitmix.modules.schema import WANTED, Owner, Schema, require_kind
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import DataConfig, EvaluateConfig
+from logitmix.trainer.config import DataConfig, EvaluateConfig, HistoryRule
 from logitmix.trainer.data.batches import RankingUsers, Split, ranking_users
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset, load_dataset
