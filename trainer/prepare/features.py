@@ -235,8 +235,7 @@ def as_in_requests(feature: Feature, values: pa.Array, encoder: TextEncoder | No
             raise ValueError(f"feature {feature.name} has lists of {numbers[0].size} numbers, not {feature.width}")
         numbers[np.isnan(numbers)] = feature.mean
         return numbers[found.places].tolist()
-    rows = Column(read.codes, read.offsets, read.parallel).take(found.places)
-    # Code -1, a missing value, takes the last place.
+    rows = read.column.take(found.places)
     texts = np.array([*read.texts.to_pylist(), None], object)[rows.values].tolist()
     if rows.offsets is None:
         return texts
@@ -489,9 +488,9 @@ def _infer_text(of: Distinct) -> str | None:
         if len(of_numbers) and not _all_match(of_numbers, "^[0-9]+$"):
             return "number"
     if pc.any(pc.match_substring(texts, SEPARATOR)).as_py():
-        parts = _code_lists(_lists(of.values))
-        assert parts.offsets is not None
-        return "ids" if 2 * len(parts.texts) <= (np.diff(parts.offsets) * of.counts).sum() else None
+        lists = _lists(of.values)
+        parts = distinct(lists.flatten(), np.repeat(of.counts, lengths(lists)))
+        return "ids" if parts.comes_again else None
     return "id" if of.comes_again else None
 
 
@@ -571,15 +570,12 @@ def _is_integer_or_text(kind: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class Codes:
-    """The values of a sparse feature, as places in a list of distinct texts."""
+    """The values of a sparse feature."""
 
-    codes: np.ndarray
-    """Integer: [R], -1 where missing; or of all rows' lists, one after the other."""
+    column: Column
+    """Places in the texts instead of rows of a table; the place behind them where a value is missing."""
     texts: pa.StringArray
-    offsets: np.ndarray | None = None
-    """Of lists: int64 [R + 1]."""
-    parallel: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What each value of a list has beside it, float32, by the kind's names."""
+    """Different ones."""
 
 
 @dataclass(frozen=True)
@@ -600,7 +596,7 @@ class _Source:
             raise ValueError(
                 f"feature {self.column.name} has lists of values: its kind can be ids or vector, not {self.column.kind}"
             )
-        return _code(self.found)
+        return Codes(Column(np.arange(len(self.found.values))), self.found.present.cast(pa.string()))
 
     def ids(self) -> Codes:
         kind = self.found.values.type
@@ -633,7 +629,7 @@ class _Source:
         codes = flat.field(VALUE).dictionary_encode()
         parallel = {name: flat.field(name).to_numpy(zero_copy_only=False) for name in names}
         ends = np.append(0, np.cumsum(lengths(values)))
-        return Codes(codes.indices.to_numpy(), codes.dictionary, ends, parallel)
+        return Codes(Column(codes.indices.to_numpy(), ends, parallel), codes.dictionary)
 
     def numbers(self) -> np.ndarray:
         """Infinite ones are missing, too. ValueError for texts that are no numbers, unless they may be exceptions."""
@@ -721,30 +717,20 @@ def _lists(values: pa.Array) -> pa.Array:
     return values if is_list(values.type) else lists_of(as_numpy(values.is_valid()), values.drop_null())
 
 
-def _code(found: Distinct) -> Codes:
-    texts = found.present.cast(pa.string())
-    codes = np.arange(len(found.values))
-    codes[len(texts) :] = -1
-    return Codes(codes, texts)
-
-
 def _code_lists(lists: pa.Array) -> Codes:
     """Missing elements are left out."""
     found = distinct(lists.flatten())
-    codes = _code(found).codes[found.places]
-    rows = np.repeat(np.arange(len(lists)), lengths(lists))[codes >= 0]
+    there = as_numpy(found.values.is_valid())[found.places]
+    rows = np.repeat(np.arange(len(lists)), lengths(lists))[there]
     offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=len(lists))))
-    return Codes(codes[codes >= 0], found.present.cast(pa.string()), offsets)
+    return Codes(Column(found.places[there], offsets), found.present.cast(pa.string()))
 
 
 def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:
     """Rows of the table: they follow the unknown one, except for items."""
-    first = 0 if table.name == ITEM else 1
-    rows = pc.index_in(coded.texts, value_set=vocabulary).cast(pa.int64())
-    rows_of_codes = pc.fill_null(pc.add(rows, first), table.unknown).to_numpy()
-    # Code -1, a missing value, takes the last place.
-    rows_of_codes = np.append(rows_of_codes, table.unknown).astype(index_type(table.rows))
-    return Column(rows_of_codes[coded.codes], coded.offsets, coded.parallel)
+    rows = pc.add(pc.index_in(coded.texts, value_set=vocabulary).cast(pa.int64()), 0 if table.name == ITEM else 1)
+    rows_of_codes = np.append(rows.fill_null(table.unknown).to_numpy(), table.unknown).astype(index_type(table.rows))
+    return replace(coded.column, values=rows_of_codes[coded.column.values])
 
 
 def _floats(values: pa.Array) -> np.ndarray:
