@@ -20,19 +20,8 @@ from logitmix.trainer.data.arrays import FOLDER
 
 FORMAT = Checked("logitmix dataset", 3)
 APPENDED, PROJECTIONS, WAITING = "appended", "projections", "waiting.parquet"
-ENTRIES = frozenset(
-    [
-        "dataset.json",
-        "items.parquet",
-        "sequences",
-        "vocabularies",
-        PROJECTIONS,
-        "rejects.tsv",
-        WAITING,
-        APPENDED,
-        FOLDER,
-    ]
-)
+ENTRIES = {"dataset.json", "items.parquet", "sequences", "vocabularies", "rejects.tsv", FOLDER}
+ENTRIES |= {PROJECTIONS, WAITING, APPENDED}
 LATEST = 2**62
 """Times are below it, and above its negative: their differences fit into 64 bits."""
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}

@@ -112,10 +112,7 @@ def _decimal_mark(texts: pa.StringArray, digits: pa.StringArray) -> tuple[str, s
     """The mark that some texts can only have, and a note; "" if they contradict each other."""
     of_point, of_comma = _fit(digits), _fit(_swapped(digits))
     either = pc.and_(of_point, of_comma)
-    examples = {
-        ".": texts.filter(pc.and_not(of_point, of_comma)),
-        ",": texts.filter(pc.and_not(of_comma, of_point)),
-    }
+    examples = {".": texts.filter(pc.and_not(of_point, of_comma)), ",": texts.filter(pc.and_not(of_comma, of_point))}
     if not any(map(len, examples.values())):
         # 1,299 and 1.299: the former is common for thousands, the latter is how programs write numbers.
         examples = {

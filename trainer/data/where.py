@@ -84,39 +84,43 @@ class Condition:
     def _compare(self, values: pa.Array) -> pa.Array:
         if pa.types.is_nested(values.type):
             raise ValueError(f"values of type {values.type} cannot be compared")
-        compare, given = OPERATORS[self.operator], pa.array([self.value])
-        seconds, number = seconds_of_texts(given)[0], as_numbers(given, pa.float64())[0]
+        compare, (seconds, nanoseconds, number) = OPERATORS[self.operator], self.given()
         if seconds.is_valid:
-            return compare(*_times(values, seconds.as_py(), int(nanoseconds_of_texts(given)[0])))
+            return compare(*_times(values, seconds.as_py(), nanoseconds))
         if number.is_valid and not (self.operator in ("=", "!=") and abs(number.as_py()) >= _EXACT):
             known = _numbers(values)
             # 4.1 as float32 is not 4.1 as float64.
             return compare(known, number.cast(known.type))
         if self.operator in ("=", "!="):
-            return compare(values.cast(pa.string()), given[0])
-        raise ValueError(
-            f"{self.value!r} is neither a number such as 40.5 nor a date such as 2024-01-31, as {self.operator} needs"
-        )
+            return compare(values.cast(pa.string()), self.value)
+        raise self.not_ordered()
+
+    def given(self) -> tuple[pa.Scalar, int, pa.Scalar]:
+        """The value as a time, in seconds and billionths of one, and as a number; null if it is none."""
+        value = pa.array([self.value])
+        return seconds_of_texts(value)[0], int(nanoseconds_of_texts(value)[0]), as_numbers(value, pa.float64())[0]
+
+    def not_ordered(self) -> ValueError:
+        """What is wrong if the value is a text, and the operator is one of order."""
+        such = "neither a number such as 40.5 nor a date such as 2024-01-31"
+        return ValueError(f"{self.value!r} is {such}, as {self.operator} needs")
 
 
 def of_time(condition: Condition, time: str, unit: str, columns: Collection[str]) -> str:
     """The expression of a condition on the time of a row, of which `time` is the expression, in this unit. ValueError
     for a value that cannot be compared with it."""
-    given, operator = pa.array([condition.value]), condition.operator.replace("!=", "<>")
+    operator = condition.operator.replace("!=", "<>")
     try:
-        seconds, number = seconds_of_texts(given)[0], as_numbers(given, pa.float64())[0]
+        seconds, nanoseconds, number = condition.given()
         if seconds.is_valid:
             if not unit:
                 raise ValueError("its values are no times since 1970, so that it cannot be compared with a date")
             ticks = UNITS[unit]
-            return f"{time} {operator} {seconds.as_py() * ticks + int(nanoseconds_of_texts(given)[0]) * ticks // 10**9}"
+            return f"{time} {operator} {seconds.as_py() * ticks + nanoseconds * ticks // 10**9}"
         if not number.is_valid:
             if operator in ("=", "<>"):
                 return f"cast({time} as varchar) {operator} '{condition.value.replace(chr(39), 2 * chr(39))}'"
-            raise ValueError(
-                f"{condition.value!r} is neither a number such as 40.5 nor a date such as 2024-01-31, as "
-                f"{condition.operator} needs"
-            )
+            raise condition.not_ordered()
         if unit:
             _require_unit(int(number.as_py()), unit)
         return f"{time} {operator} {condition.value}"

@@ -146,10 +146,7 @@ class Features:
 
 
 def make_features(
-    columns: Sequence[RawColumn],
-    item_ids: pa.StringArray,
-    unit: str = "",
-    embed_with: str = NGRAMS,
+    columns: Sequence[RawColumn], item_ids: pa.StringArray, unit: str = "", embed_with: str = NGRAMS
 ) -> Features:
     """Encodes columns as features, one after the other. `unit` is that of the actions' times; "" if they are no dates.
     `embed_with` names the encoder of texts.

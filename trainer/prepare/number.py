@@ -166,49 +166,48 @@ class Numbered:
 def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Table | None) -> Numbered:
     """Chooses, filters and numbers the rows. Actions that differ only in the columns `numbering` are duplicates.
     `waiting`, as in Numbered, was shown before the actions. ValueError if no actions are left."""
-    options, actions = job.options, job.actions
-    read_ids = {}
+    options, actions, columns = job.options, job.actions, job.actions.columns
+    names = [*filter(None, (options.user_column, options.item_column, options.timestamp_column)), *columns]
     conditions = [Condition.parse(text, "--where") for text in options.where]
     shown = [Condition.parse(text, "--shown") for text in options.shown]
-    if shown and SHOWN in actions.columns:
+    if shown and SHOWN in columns:
         raise ValueError(f"--shown makes a column {SHOWN}, and the actions have one; rename it, or leave --shown out")
+    read_ids, tables, holding = dict[str, pa.Array](), dict[str, str](), dict[Condition, str]()
     for condition in (*conditions, *shown):
-        condition.require_column(_columns(job))
-    holding = dict[Condition, str]()
+        condition.require_column(names)
+        if condition.column == options.timestamp_column:
+            holding[condition] = of_time(condition, actions.time, actions.unit, names)
+
+    def held(name: str, values: pa.Array, table: str) -> dict[str, pa.Array]:
+        """Whether the conditions on a column hold for its different values, as columns of their table."""
+        found = {}
+        for place, condition in enumerate((*conditions, *shown)):
+            if condition.column == name and condition not in holding:
+                found[f"holds_{place}"], of_none = condition.holds(values, names)
+                holding[condition] = f"coalesce({table}.holds_{place}, {str(of_none).lower()})"
+        return found
+
     for what, column in (("user", options.user_column), ("item", options.item_column)):
-        table = actions.ids[what]
-        distinct, keys = _keys(table["whole"].combine_chunks())
-        read_ids[f"{what}s"] = distinct
-        more = _holding(column, distinct, [*conditions, *shown], f"{what[0]}", holding, job)
-        engine.put(
-            f"{what}s_read",
-            pa.table({"id": table["id"], "key": keys} | {of: held.take(keys) for of, held in more.items()}),
-        )
-    tables = {}
-    for name, column in actions.columns.items():
-        tables[name] = table_name = f"d_{column[2:]}"
-        engine.make(table_name, VALUES.format(column=column))
+        ids = actions.ids[what]
+        read_ids[f"{what}s"], keys = _keys(ids["whole"].combine_chunks())
+        more = held(column, read_ids[f"{what}s"], what[0])
+        held_of_ids = {name: of.take(keys) for name, of in more.items()}
+        engine.put(f"{what}s_read", pa.table({"id": ids["id"], "key": keys} | held_of_ids))
+    for name, column in columns.items():
+        tables[name] = table = f"d_{column[2:]}"
+        engine.make(table, VALUES.format(column=column))
         if any(of.column == name for of in (*conditions, *shown)):
-            distinct = engine.table(f"select value from {table_name} order by key")["value"].combine_chunks()
-            more = _holding(name, distinct, [*conditions, *shown], table_name, holding, job)
-            keyed = {"value": distinct, "key": np.arange(len(distinct))}
-            engine.put(table_name, pa.table(keyed | more))
-    for condition in (*conditions, *shown):
-        if options.timestamp_column and condition.column == options.timestamp_column:
-            holding[condition] = of_time(condition, actions.time, actions.unit, _columns(job))
-    chosen = " and ".join(holding[of] for of in conditions) or "true"
-    acts = " and ".join(f"not ({holding[of]})" for of in shown) or "true"
-    columns = actions.columns
+            values = engine.table(f"select value from {table} order by key")["value"].combine_chunks()
+            engine.put(table, pa.table({"value": values, "key": np.arange(len(values))} | held(name, values, table)))
+    joins = (f" left join {tables[name]} on r.{of} = {tables[name]}.value" for name, of in columns.items())
     engine.make(
         "coded",
         CODED.format(
             time=actions.time,
-            acts=acts,
-            chosen=chosen,
-            keys="".join(f", {tables[name]}.key as {tables[name]}" for name in columns),
-            joins="".join(
-                f" left join {tables[name]} on r.{of} = {tables[name]}.value" for name, of in columns.items()
-            ),
+            acts=" and ".join(f"not ({holding[of]})" for of in shown) or "true",
+            chosen=" and ".join(holding[of] for of in conditions) or "true",
+            keys="".join(f", {table}.key as {table}" for table in tables.values()),
+            joins="".join(joins),
         ),
     )
     (rows,) = engine.row("select count(*) from rows")
@@ -292,13 +291,6 @@ def _keys(whole: pa.Array) -> tuple[pa.Array, pa.Array]:
     return distinct, pc.index_in(whole, value_set=distinct).cast(pa.int32())
 
 
-def _columns(job: Job) -> list[str]:
-    """All columns that conditions may name."""
-    options = job.options
-    own = [options.user_column, options.item_column, options.timestamp_column]
-    return [*filter(None, own), *job.actions.columns]
-
-
 def _examples(engine: Engine, job: Job, conditions: Collection[Condition]) -> str:
     """Some texts of the columns that conditions are on, the first ones of the files."""
     options, said = job.options, ""
@@ -311,25 +303,6 @@ def _examples(engine: Engine, job: Job, conditions: Collection[Condition]) -> st
         if found.type == pa.string():
             said += f"; {name} is {', '.join(filter(None, found.to_pylist()))}, for example"
     return said
-
-
-def _holding(
-    column: str,
-    distinct: pa.Array,
-    conditions: Collection[Condition],
-    table: str,
-    holding: dict[Condition, str],
-    job: Job,
-) -> dict[str, pa.Array]:
-    """Whether the conditions on a column hold for its different values, as columns of their table; adds the expression
-    of each condition on a row to `holding`."""
-    found = {}
-    for place, condition in enumerate(conditions):
-        if condition.column == column:
-            held, of_none = condition.holds(distinct, _columns(job))
-            found[f"holds_{place}"] = held
-            holding[condition] = f"coalesce({table}.holds_{place}, {str(of_none).lower()})"
-    return found
 
 
 def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
@@ -373,10 +346,7 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
     )
     engine.drop("followed", "shown")
     table = pa.table(
-        {
-            "user": users.take(left["user_key"].combine_chunks()),
-            "item": items.take(left["item_key"].combine_chunks()),
-        }
+        {"user": users.take(left["user_key"].combine_chunks()), "item": items.take(left["item_key"].combine_chunks())}
     )
     if nobodys is not None and len(nobodys):
         table = pa.concat_tables([nobodys.cast(table.schema), table])
