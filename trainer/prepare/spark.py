@@ -12,7 +12,7 @@ Source and output are on storage that the driver and all executors see at one pa
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -128,19 +128,11 @@ class _Said:
         return lambda *given: self.calls.append((name, given))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a task found in a file, whose rows it wrote as Parquet, and what it said on the way."""
-
-    said: dict[str, Any]
-    """The attributes of _Said."""
-    error: str = ""
-    gathered: Gathered | None = None
-    columns: dict[str, pa.Array] = field(default_factory=dict)
-    """By their names in the file, without values."""
+Found = tuple[dict[str, Any], str, Gathered | None, dict[str, pa.Array]]
+"""The attributes of _Said, what is wrong with a file, what was found in it, and its columns by name, without values."""
 
 
-def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile, path: Path) -> _Found:
+def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile, path: Path) -> Found:
     """Reads the file of this number into Parquet."""
     said, duck = _Said(), Duck()
     duck.db.execute("set threads = 1")
@@ -149,15 +141,13 @@ def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile,
         if read.lists and read.lists.rows:
             raise ValueError(f"{file.label}: has lists of items, which only logitmix prepare table reads")
     except ValueError as error:
-        return _Found(vars(said), str(error))
+        return vars(said), str(error), None, {}
     duck.db.execute(f"update rows set file = {number}")
     duck.db.table("rows").write_parquet(str(path))
     types, names = duck.table("select * from rows limit 0"), read.gatherer.columns
-    columns = {
-        name: types[names[name]].combine_chunks() if name in names else pa.nulls(0) for name in read.gatherer.files_of
-    }
+    columns = {of: types[names[of]].combine_chunks() if of in names else pa.nulls(0) for of in read.gatherer.files_of}
     del read.gatherer.duck
-    return _Found(vars(said), "", replace(read, lists=None), columns)
+    return vars(said), "", replace(read, lists=None), columns
 
 
 class SparkJob(Job):
@@ -176,23 +166,22 @@ class SparkJob(Job):
         results = self.context.parallelize(tasks, len(tasks)).map(lambda task: read(*task)).collect()
         whole = Gathered(gatherer, [file.label for file in self.files], {}, None)
         starts, alike = [0], dict[Any, list[Path]]()
-        for (_, _, path), found in zip(tasks, results, strict=True):
-            self.rejects.lines += found.said["lines"]
-            self.rejects.count += found.said["count"]
-            for name, given in found.said["calls"]:
+        for (_, _, path), (said, error, part, columns) in zip(tasks, results, strict=True):
+            self.rejects.lines += said["lines"]
+            self.rejects.count += said["count"]
+            for name, given in said["calls"]:
                 getattr(self.rejects, name)(*given)
-            if found.gathered is None:
-                raise ValueError(found.error)
-            part = found.gathered
+            if part is None:
+                raise ValueError(error)
             for label, rows in part.gatherer.rows_of.items():
-                gatherer.append(pa.table({}), found.columns, label)
+                gatherer.append(pa.table({}), columns, label)
                 gatherer.rows_of[label] = rows
             gatherer.unread |= part.gatherer.unread
             whole.kinds.update(part.kinds)
             if part.clock:
                 whole.clock = replace(part.clock, examples=part.clock.examples | (whole.clock or part.clock).examples)
             starts.append(starts[-1] + sum(part.gatherer.rows_of.values()))
-            types = tuple(str(of.type) for of in found.columns.values())
+            types = tuple(str(of.type) for of in columns.values())
             alike.setdefault((types, *part.gatherer.columns.items()), []).append(path)
         gatherer.finish()
         spark.put("files", pa.table({"number": np.arange(len(tasks)), "start": starts[:-1]}))
