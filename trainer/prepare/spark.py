@@ -42,7 +42,6 @@ from logitmix.trainer.prepare.tables import ROWS, Gathered, Gatherer, Job
 from logitmix.trainer.prepare.write import PartWriter
 
 Gather = Callable[[Job, Sequence[InputFile]], Gathered]
-REFUSED = ("append", "list_separator", "memory")
 
 
 @tyro.conf.configure(tyro.conf.UseAppendAction)
@@ -68,7 +67,7 @@ def prepare_with_spark(options: PrepareOptions, console: Console | None = None) 
 
     Raises ValueError as `prepare` does, and for what only that does.
     """
-    for name in REFUSED:
+    for name in ("append", "list_separator", "memory"):
         if getattr(options, name):
             raise ValueError(f"the Spark job takes no --{name.replace('_', '-')}; logitmix prepare table does")
     if options.name != "table" or "://" in options.out:
@@ -185,14 +184,11 @@ class SparkJob(Job):
             alike.setdefault((types, *part.gatherer.columns.items()), []).append(path)
         gatherer.finish()
         spark.put("files", pa.table({"number": np.arange(len(tasks)), "start": starts[:-1]}))
-        spark.put("no_rows", spark.db.sql("from rows").to_arrow_table())
-        queries = ["select * from no_rows"]
+        described, queries = spark.db.sql("describe rows").fetchall(), list[str]()
         for number, ((_, *names), paths) in enumerate(alike.items()):
             spark.view(f"read_{number}", paths)
             values = own | {gatherer.columns[name]: column for name, column in names}
-            if not whole.clock:
-                values["time"] = "start + time"
-            described = spark.db.sql("describe rows").fetchall()
+            values |= {} if whole.clock else {"time": "start + time"}
             listed = (f"cast({values.get(of, 'null')} as {kind}) as {quoted(of)}" for of, kind, *_ in described)
             queries.append(f"select {', '.join(listed)} from read_{number} join files on file = number")
         spark.query(" union all ".join(queries)).createOrReplaceTempView("rows")
@@ -201,8 +197,7 @@ class SparkJob(Job):
     def write(self, writer: PartWriter, actions: str, order: str) -> Counted:
         """Writes each file of sequences/ in a task."""
         parted = self.spark.new_path()
-        part = f"cast(floor(user_index / {writer.users_per_file}) as integer)"
-        query = f"select *, {part} as part from ({actions}) as actions"
+        query = f"select *, user_index // {writer.users_per_file} as part from ({actions}) as actions"
         self.spark.query(query).write.partitionBy("part").parquet(parted.as_uri())
         sent, keys = self.context.broadcast(writer), [(name, "ascending") for name in order.split(", ")]
 
