@@ -398,7 +398,8 @@ class Job:
 
     def write(self, writer: PartWriter, actions: str, order: str) -> Counted:
         """Writes sequences/ of the rows of a query in this order."""
-        return write_sequences(writer, self.duck.batches(f"{actions} order by {order}"))
+        rows = f"select * exclude (file, line, place) from ({actions}) as actions order by {order}"
+        return write_sequences(writer, self.duck.batches(rows))
 
     def _accept(self, block: Block, times: pa.Table | None, must: str) -> tuple[Block, pa.Table | None]:
         """The rows with both ids and a time; the others are rejected."""
