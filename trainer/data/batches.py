@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from logitmix.modules.batch import Batch, Packing
 from logitmix.modules.config import MOST_NEGATIVES, ModelConfig, sees_times
-from logitmix.modules.features import Features
 from logitmix.modules.kinds.date import NO_DATE, TICKS
 from logitmix.modules.noise import Noise, derive_key, random_bits
 from logitmix.modules.schema import ITEM, USER, USER_FEATURE, WANTED, Schema
@@ -271,7 +270,10 @@ class TrainingBatches:
         epoch, index = divmod(step, self.steps_per_epoch)
         sequences = self._sequences(step)
         bounds, bounds_Q = (np.append(0, np.cumsum(of[sequences])) for of in (self.length_S, self.targets_S))
-        first, last = self._part(bounds, self.rank if rank is None else rank)
+        # All ranks have about equally many positions.
+        rank = self.rank if rank is None else rank
+        cuts = np.array([rank, rank + 1]) * bounds[-1] / self.world_size
+        first, last = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts).tolist()
         group_B = self._groups(bounds_Q)
         key = (self.seed, epoch, index + 1)
         negatives = self._negatives(key, sequences, bounds_Q, group_B, slice(first, last))
@@ -307,7 +309,11 @@ class TrainingBatches:
             shift = derive_key("ages", self.seed, step) % SHIFTS
             time_T, asked_T = (of + shift * TICKS[self.schema.unit] for of in times)
             times = time_T, asked_T
-            found = replace(found, features=_later(found.features, self.schema, shift))
+            values = dict(found.features.values)
+            for name in (feature.name for feature in self.schema.features if feature.form.dated):
+                date_V = values[name].values
+                values[name] = Values(torch.where(date_V == NO_DATE, date_V, date_V + shift))
+            found = replace(found, features=replace(found.features, values=values))
         input_T, target_Q, negative = np.split(inverse, [len(inputs), len(inputs) + len(place_Q)])
         return Batch(
             ids=found.ids,
@@ -432,12 +438,6 @@ class TrainingBatches:
         order_S = np.random.default_rng([self.seed, epoch]).permutation(len(self.user_S)).astype(self._index)
         return order_S if self._first_S is None else order_S[np.argsort(~self._first_S[order_S], kind="stable")]
 
-    def _part(self, bounds: Ints, rank: int) -> tuple[int, int]:
-        """First and last (excluded) sequence of a rank; all ranks have about equally many positions."""
-        cuts = np.array([rank, rank + 1]) * bounds[-1] / self.world_size
-        first, last = np.searchsorted((bounds[:-1] + bounds[1:]) / 2, cuts)
-        return int(first), int(last)
-
 
 @lru_cache(maxsize=2)
 def _random(key: tuple[int, ...], below: int, shape: tuple[int, int]) -> Ints:
@@ -454,15 +454,6 @@ def _windows(positions_U: Ints, longest: int, stride: int) -> tuple[Ints, Ints]:
         return np.arange(len(positions_U)), np.zeros(len(positions_U), np.int64)
     count_U = 1 - (-np.maximum(positions_U - longest, 0) // stride)
     return np.repeat(np.arange(len(count_U)), count_U), stride * ranges(np.zeros_like(count_U), count_U)
-
-
-def _later(features: Features, schema: Schema, days: int) -> Features:
-    """With all dates of items so many days later."""
-    values = dict(features.values)
-    for name in (feature.name for feature in schema.features if feature.form.dated):
-        date_V = values[name].values
-        values[name] = Values(torch.where(date_V == NO_DATE, date_V, date_V + days))
-    return replace(features, values=values)
 
 
 def action_times(times: NDArray[np.integer], place_T: Ints) -> tuple[torch.Tensor, torch.Tensor]:

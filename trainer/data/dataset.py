@@ -377,7 +377,9 @@ def load_dataset(path: str | Path) -> Dataset:
         if table.name != ITEM:
             check_vocabulary(path, table.name, table.rows)
     if arrays is None:
-        size = _size(schema, num_users, num_items, actions)
+        rows = {"item": num_items, "user": num_users, "event": actions}
+        # Bytes, about: bags have several values for each row.
+        size = 8 * (num_users + actions) + sum(4 * rows[of.owner] * max(1, of.width) for of in schema.features)
         arrays = kept(path, size, lambda: read_arrays(path, schema, description))
     columns: dict[str, dict[str, Column]] = {"item": {}, "user": {}, "event": {}}
     for feature in schema.features:
@@ -405,12 +407,6 @@ def _stated_repeats(description: Mapping[str, Any]) -> Mapping[str, float] | Non
     stated = description.get("repeated_targets") or {}
     whole = "sha256" in description and not description.get(APPENDED)
     return stated if whole and {"validation", "test"} <= stated.keys() else None
-
-
-def _size(schema: Schema, num_users: int, num_items: int, actions: int) -> int:
-    """Bytes of the arrays, about: bags have several values for each row."""
-    rows = {"item": num_items, "user": num_users, "event": actions}
-    return 8 * (num_users + actions) + sum(4 * rows[of.owner] * max(1, of.width) for of in schema.features)
 
 
 def read_arrays(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:

@@ -67,17 +67,15 @@ class SavedModel:
 
     def sharded_rows(self, ranks: Ranks) -> dict[str, ShardedRows]:
         """The tables in memory; each rank reads an equal share of their rows."""
-        return {table.name: self._shared(table, ranks) for table in self.tower.schema.tables}
-
-    def _shared(self, table: Table, ranks: Ranks) -> ShardedRows:
-        own_RD = self.read_rows(table.name, *own_range(table.rows, ranks.rank, ranks.world_size))
-        row_of = self._growing(table, ranks).find if table.values else None
-        return ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks, row_of)
-
-    def _growing(self, table: Table, ranks: Ranks) -> GrowingTable:
-        growing = GrowingTable(table, self.config.tables.of(table.name), ranks)
-        growing.map.rows.id[:] = self._values(table, *growing.part).numpy()
-        return growing
+        found = {}
+        for table in self.tower.schema.tables:
+            own_RD, growing = self.read_rows(table.name, *own_range(table.rows, ranks.rank, ranks.world_size)), None
+            if table.values:
+                growing = GrowingTable(table, self.config.tables.of(table.name), ranks)
+                growing.map.rows.id[:] = self._values(table, *growing.part).numpy()
+            row_of = growing.find if growing else None
+            found[table.name] = ShardedRows.of_ranges(table.rows, own_RD.to(ranks.device), ranks, row_of)
+        return found
 
     def _values(self, table: Table, start: int, stop: int) -> Tensor:
         """The ids [B, K] that have the rows of a table, by bucket (row_map.py), from `start` to `stop`, excluded."""
@@ -102,25 +100,20 @@ class SavedModel:
         if not table.values:
             id_N = np.arange(1, table.rows)
             return Named(id_N, id_N * 0 - 1, id_N * 0), Named(none, none, none)
-        kind, steps = kind_of_values(table), torch.empty((), dtype=torch.int64)
-
-        def read(name: str, into: Tensor) -> np.ndarray:
-            self.tensors.check({name: Kind(into.dtype, tuple(into.shape))}, beside=("",))
-            self.tensors.read(name, (0,) * into.ndim, into)
-            return into.numpy()
-
-        def slots(ids: str, beside: str) -> Named:
-            id_BK, *others = (
-                read(of, torch.empty(kind.shape, dtype=kind.dtype))
-                for of in (ids, *(f"{GROWING}{name}/{beside}{what}" for what in ("last", "count")))
-            )
-            last, count = (of[id_BK > 0] for of in others)
-            return Named(id_BK[id_BK > 0], last - int(steps) - 1, count)
-
-        read(f"{GROWING}{name}/steps", steps)
+        kind, own = kind_of_values(table), f"{GROWING}{name}/"
+        steps, found = int(self._whole(f"{own}steps", Kind(torch.int64, ()))), list[Named]()
         waiting = self.config.tables.of(name).admit_after > 1
-        of_candidates = slots(f"{GROWING}{name}/candidates/id", "candidates/") if waiting else Named(none, none, none)
-        return slots(f"{VALUES}{name}", ""), of_candidates
+        for ids, beside in ((f"{VALUES}{name}", own), (f"{own}candidates/id", f"{own}candidates/"))[: 1 + waiting]:
+            id_BK, last_BK, count_BK = (self._whole(of, kind) for of in (ids, f"{beside}last", f"{beside}count"))
+            found.append(Named(id_BK[id_BK > 0], last_BK[id_BK > 0] - steps - 1, count_BK[id_BK > 0]))
+        return found[0], found[1] if waiting else Named(none, none, none)
+
+    def _whole(self, name: str, kind: Kind) -> np.ndarray:
+        """A tensor that only training needs, once it is checked."""
+        whole = torch.empty(kind.shape, dtype=kind.dtype)
+        self.tensors.check({name: kind}, beside=("",))
+        self.tensors.read(name, (0,) * whole.ndim, whole)
+        return whole.numpy()
 
     def rows_of(self, name: str, id_N: np.ndarray) -> np.ndarray:
         """The rows of ids of a table."""

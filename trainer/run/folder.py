@@ -125,13 +125,13 @@ def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> str:
     what is to be said of such a run if its code was another one, or nothing. Collective."""
 
     def start() -> str:
-        said, now = "", code()
+        said = ""
         if checkpoint_paths(run):
             require_same(run, config, dataset)
             said = said_of_code(run, "goes on with other code than before")
         write_checksummed(run / "dataset.json", dataset.description())
         write_checksummed(run / "config.toml", dump_toml(config))
-        write_checksummed(run / CODE, json.dumps(now, indent=1) + "\n")
+        write_checksummed(run / CODE, json.dumps(code(), indent=1) + "\n")
         return said
 
     return on_first_rank(start, ranks)
@@ -162,10 +162,7 @@ def read_settings(run: Path) -> dict[str, Any]:
 
 def read_code(run: Path) -> dict[str, Any]:
     """The code that a run was last started with, as `code` has it; ValueError if the file is damaged."""
-    found = parse_json(_read(run, CODE).encode(), str(run / CODE))
-    if not isinstance(found, dict):
-        raise ValueError(f"{run / CODE} is not a JSON object")
-    return found
+    return _read_object(run, CODE)
 
 
 def refit_path(run: Path) -> Path:
@@ -190,10 +187,7 @@ def read_schema(run: Path) -> Schema:
 def read_description(run: Path) -> Fields:
     """The content of the dataset.json of the dataset that the run was started with; ValueError if there is no run, or
     if it lacks the name or a count."""
-    file = run / "dataset.json"
-    description = parse_json(recorded_dataset(run).encode(), str(file))
-    if not isinstance(description, dict):
-        raise ValueError(f"{file} is not a JSON object")
+    file, description = run / "dataset.json", _read_object(run, "dataset.json")
     for name in ("users", "items", "actions"):
         value = description.get(name)
         require(type(value) is int and value >= 0, f"{file}: {name}", value, "a count")
@@ -244,6 +238,13 @@ def _read(run: Path, name: str) -> str:
         give = f"one of those within, such as {within[0].parent}" if within else "one that `logitmix train` made"
         raise ValueError(f"{run} is not a run directory (it has no {name}); give {give}")
     return read_text(run / name)
+
+
+def _read_object(run: Path, name: str) -> dict[str, Any]:
+    found = parse_json(_read(run, name).encode(), str(run / name))
+    if not isinstance(found, dict):
+        raise ValueError(f"{run / name} is not a JSON object")
+    return found
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,20 @@ def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:
 
 def read_ranks(run: Path) -> np.ndarray:
     """The rank of each user's target [U] in the test part, from 1 (int64)."""
-    path = run / "test_ranks.json"
-    ranks = parse_json(read_checksummed(path), str(path))
-    if not isinstance(ranks, list) or not all(type(rank) is int and 0 < rank < 2**63 for rank in ranks):
-        raise ValueError(f"{path} is not a list of ranks from 1")
-    return np.array(ranks, np.int64)
+    return np.array(_read_list(run / "test_ranks.json", "ranks from 1", _is_rank), np.int64)
 
 
 def read_test_users(run: Path) -> list[str]:
     """The raw ids of the users [U] that `read_ranks` has the ranks of."""
-    path = run / "test_users.json"
-    users = parse_json(read_checksummed(path), str(path))
-    if not isinstance(users, list) or not all(isinstance(user, str) for user in users):
-        raise ValueError(f"{path} is not a list of raw ids of users")
-    return users
+    return _read_list(run / "test_users.json", "raw ids of users", lambda user: isinstance(user, str))
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**63
+
+
+def _read_list(path: Path, of: str, fits: Callable[[object], bool]) -> list[Any]:
+    found = parse_json(read_checksummed(path), str(path))
+    if not isinstance(found, list) or not all(map(fits, found)):
+        raise ValueError(f"{path} is not a list of {of}")
+    return found
