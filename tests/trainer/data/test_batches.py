@@ -117,20 +117,6 @@ def test_without_a_stride_earlier_actions_are_counted() -> None:
     assert not batches(dataset, max_length=6, stride=6).said_of_left_out
 
 
-def test_held_out_items_are_never_told() -> None:
-    dataset = of_lengths(LENGTHS)
-    source = batches(dataset, max_length=100)
-    held_out = {item for user in range(len(LENGTHS)) for item in sequence(dataset, user)[-2:]}
-    trained: set[int] = set()
-    for step in range(source.steps_per_epoch):
-        batch = source.at(step)
-        told = set(batch.id_V[torch.cat([batch.input_T, batch.target_T])].tolist())
-        assert not told & held_out
-        trained |= told
-    # And all else is, where a user has enough.
-    assert trained == {item for user in TRAINABLE for item in sequence(dataset, user)[:-2]}
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, 11, 100])
 def test_every_user_comes_once_an_epoch_in_an_order_of_its_own(batch_size: int) -> None:
     dataset = of_lengths(LENGTHS)

@@ -100,17 +100,6 @@ def test_items_with_few_training_actions_come_after_all_others(data: Path) -> No
         small_config(data, {"data.items_after": 2})
 
 
-def test_what_is_held_out_does_not_choose(data: Path) -> None:
-    dataset, config = load_dataset(data), small_config(data, {"data.items": 20})
-    ends, changed = held_out(config.data, dataset).train_end, dataset.items_flat.copy()
-    for user, end in enumerate(ends):
-        changed[end : dataset.offsets[user + 1]] = 0
-    kept, other = (
-        kept_items(config.data, replace(dataset, items_flat=items)) for items in (dataset.items_flat, changed)
-    )
-    assert kept is not None and other is not None and kept.tolist() == other.tolist()
-
-
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("settings", SPLITS)
 def test_a_limited_dataset_is_what_is_left(
@@ -241,12 +230,6 @@ def test_targets_without_a_row_or_a_history_are_misses(
     assert f"are left out with {actions[0] - actions[1]:,} of {actions[0]:,} actions" in said
     assert f"and {missed} of {len(everyone)} test targets count as misses: no row, or none before them" in said
     assert (before.targets["test"] >= 0).sum() == len(everyone)
-
-
-def test_a_limit_that_nothing_exceeds_changes_nothing(data: Path, tmp_path: Path) -> None:
-    for name, items in (("with", 50), ("without", 0)):
-        train(limit(data, items), tmp_path / name)
-    assert losses_of(tmp_path / "with") == losses_of(tmp_path / "without")
 
 
 def test_two_ranks_and_a_restart_on_one_do_what_one_process_does(data: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Which actions are predicted: against lists cut by hand, in which an action that may be a target has an even item."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +83,29 @@ def test_each_users_last_targets_are_held_out(lists: list[list[int]], longest: i
     assert target_counts(dataset, held_out).tolist() == popular.tolist()
 
 
-@given(lists=LISTS, longest=st.integers(1, 8))
-def test_a_split_by_time_ranks_the_first_target_of_a_part(lists: list[list[int]], longest: int) -> None:
+@given(lists=LISTS, longest=st.integers(1, 8), validation=st.booleans())
+def test_a_split_by_time_ranks_the_first_target_of_a_part(
+    lists: list[list[int]], longest: int, validation: bool
+) -> None:
     dataset, places = of_lists(lists)
     times = np.sort(dataset.timestamps_flat)
     if not len(times):
         return
     before, test = (int(times[int(len(times) * (1 - share))]) for share in (0.6, 0.3))
-    expected: dict[str, list[tuple[list[int], int]]] = {"validation": [], "test": []}
+    parts = [("validation", before, test)] * validation + [("test", test, 100)]
+    expected: dict[str, list[tuple[list[int], int]]] = {split: [] for split, *_ in parts}
     for items in lists:
-        for split, since, until in (("validation", before, test), ("test", test, 100)):
+        for split, since, until in parts:
             own = [at for at, item in enumerate(items) if item % 2 == 0 and since <= at // 2 < until]
             if own and own[0] > 0:
                 expected[split].append((items[: own[0]], items[own[0]]))
     if not all(expected.values()):
         with pytest.raises(ValueError, match="but no user has a target in the"):
-            split_by_time(dataset, 0.3, places=places)
+            split_by_time(dataset, 0.3, validation, places)
         return
-    held_out = split_by_time(dataset, 0.3, places=places)
-    for split in expected:
-        assert ranked(dataset, held_out, split) == expected[split]
-    ends = [sum(at // 2 < before for at in range(len(items))) for items in lists]
+    held_out = split_by_time(dataset, 0.3, validation, places)
+    assert {split: ranked(dataset, held_out, split) for split in held_out.targets} == expected
+    ends = [sum(at // 2 < (before if validation else test) for at in range(len(items))) for items in lists]
     check_training(dataset, held_out, trained(lists, ends, longest), longest)
 
 
@@ -147,8 +151,10 @@ def test_with_all_actions_as_targets_batches_are_those_without_conditions(share:
     dataset = of_lists([[int(i) for i in np.random.default_rng(u).integers(0, 41, 3 * u)] for u in range(9)])[0]
     places = np.arange(len(dataset.items_flat))
     options = OPTIONS | {"share": share, "group_positions": 5, "batch_size": 4, "max_length": 6, "stride": 3}
-    for split in (leave_one_out, lambda data, **of: split_by_time(data, 0.2, **of)):
-        plain, chosen = split(dataset), split(dataset, places=places)
+    by_time = partial(split_by_time, share=0.2)
+    for split, validation in product((leave_one_out, by_time), (True, False)):
+        plain, chosen = (split(dataset, validation=validation, places=of) for of in (None, places))
+        assert (plain.train_end == chosen.train_end).all()
         assert all(np.array_equal(plain.targets[name], chosen.targets[name]) for name in plain.targets)
         sources = [batches_of(dataset, dataset.schema, held_out=held, **options) for held in (plain, chosen)]
         assert sources[0].steps_per_epoch == sources[1].steps_per_epoch
@@ -179,26 +185,21 @@ def test_conditions_are_on_features_of_actions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "problem"),
+    ("conditions", "problem"),
     [
         ("kind = type-1", "--data.targets 'kind = type-1': no column 'kind'; the columns are: action, query, rating"),
         ("action", "--data.targets 'action': it must be a column, one of"),
         ("action = type-9", "--data.targets 'action = type-9': no action of .*; action is type-1, type-2"),
         ("query = tags-1", "--data.targets 'query = tags-1': query has several values for an action"),
+        (
+            "action = type-1, action = type-2",
+            r"'action = type-2': no .* fulfills this together with the others;",
+        ),
     ],
 )
-def test_other_conditions_are_refused(condition: str, problem: str, tmp_path: Path) -> None:
+def test_other_conditions_are_refused(conditions: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=problem):
-        target_places(load_dataset(write_dataset(tmp_path / "data", features=True)), (condition,))
-
-
-def test_conditions_that_no_action_fulfills_together_are_refused_as_such(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"'action = type-2': no action of \S+ fulfills this together with the others;"
-    ):
-        target_places(
-            load_dataset(write_dataset(tmp_path / "data", features=True)), ("action = type-1", "action = type-2")
-        )
+        target_places(load_dataset(write_dataset(tmp_path / "data", features=True)), conditions.split(", "))
 
 
 def test_weights_are_those_of_a_column_by_their_mean_in_the_batch(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from small_data import small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.commands.evaluate import show_metrics
-from logitmix.trainer.data.batches import leave_one_out, split_by_time
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
@@ -147,18 +145,6 @@ def test_a_refit_has_its_epochs_though_the_run_has_fewer_by_now(tmp_path: Path) 
 def test_stopping_after_less_than_a_step_trains_one(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data")
     assert train(small_config(data, FP32 | {"train.stop_after_epochs": 0.01}), tmp_path / "run")["step"] == 1
-
-
-def test_without_a_validation_part_its_actions_are_trained_on_and_the_test_part_is_the_same(tmp_path: Path) -> None:
-    dataset = load_dataset(write_dataset(tmp_path / "data"))
-    for split in (leave_one_out, lambda dataset, validation=True: split_by_time(dataset, 0.2, validation)):
-        with_it, without = split(dataset), split(dataset, validation=False)
-        assert set(without.targets) == {"test"}
-        assert (without.targets["test"] == with_it.targets["test"]).all()
-        assert (without.train_end >= with_it.train_end).all() and (without.train_end > with_it.train_end).any()
-        there = without.targets["test"] >= 0
-        assert (without.train_end[there] <= without.targets["test"][there]).all()
-    assert (leave_one_out(dataset, validation=False).train_end == dataset.offsets[1:] - 1).all()
 
 
 def test_refit_needs_a_run(tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,8 +298,11 @@ def test_a_step_whose_name_could_not_be_synced_is_uploaded(
     }
 
 
-def test_where_the_store_takes_nothing_no_step_is_trained(bucket: Memory) -> None:
-    with bucket.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=RUN):
+@pytest.mark.parametrize(("fails", "said"), [("put_file", RUN), ("", f"^{RUN} could not be read")])
+def test_where_the_store_takes_nothing_or_does_not_answer_no_step_is_trained(
+    bucket: Memory, fails: str, said: str
+) -> None:
+    with bucket.watched(lambda number, name, file: fails in name), pytest.raises(OSError, match=said):
         train(config(), path_of(RUN))
     assert not path_of(RUN).exists()
 
@@ -312,12 +315,6 @@ def test_a_job_that_fails_before_there_is_anything_to_keep_leaves_nothing(
         train(config(), path_of(RUN))
     assert any(of.endswith("config.toml") for of in done)
     assert bucket.files("bucket/runs/a") == {}
-
-
-def test_where_the_store_does_not_answer_nothing_begins(bucket: Memory) -> None:
-    with bucket.watched(lambda *_: True), pytest.raises(OSError, match=f"^{RUN} could not be read"):
-        train(config(), path_of(RUN))
-    assert not path_of(RUN).exists()
 
 
 def test_a_damaged_checkpoint_is_set_aside_in_the_store_too(
