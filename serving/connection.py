@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import h11
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,17 +42,9 @@ def error_response(status: int, message: str, headers: Mapping[str, str] | None 
     return json_response({"error": " ".join(message.split())[:500]}, status, headers)
 
 
-class BodyRefused(Exception):
-    """Why a body is not read, and the status of the answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 async def read_body(request: Request) -> bytes:
-    """The body, of which no more than MAX_BODY is ever held. Raises BodyRefused and ClientDisconnect."""
-    too_large = BodyRefused(413, f"the body is larger than {MAX_BODY:,} bytes")
+    """The body, of which no more than MAX_BODY is ever held. Raises HTTPException and ClientDisconnect."""
+    too_large = HTTPException(413, f"the body is larger than {MAX_BODY:,} bytes", CLOSE)
     if "expect" in request.headers and int(request.headers.get("content-length", 0)) > MAX_BODY:
         raise too_large  # before the client sends it
     body, size = bytearray(), 0
@@ -65,7 +58,8 @@ async def read_body(request: Request) -> bytes:
                     break
     except TimeoutError:
         if size <= MAX_BODY:
-            raise BodyRefused(408, f"the body did not arrive within {PATIENCE_SECONDS:g} seconds") from None
+            message = f"the body did not arrive within {PATIENCE_SECONDS:g} seconds"
+            raise HTTPException(408, message, CLOSE) from None
     if size > MAX_BODY:
         raise too_large
     return bytes(body)

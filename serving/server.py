@@ -42,7 +42,6 @@ from logitmix.serving.body import parse
 from logitmix.serving.connection import (
     BUSY,
     CLOSE,
-    BodyRefused,
     Connection,
     Paced,
     Unread,
@@ -68,8 +67,17 @@ SEARCHES = 16
 def load_app(
     directory: Path, settings: ServerSettings, say: Callable[[str], object], folder: Path | None = None
 ) -> FastAPI:
-    """Returns the application that answers from the export in a directory. `folder`: where several processes leave
-    their metrics, and what they share in memory. ValueError if there is no intact export."""
+    """Returns the application that answers from the export in a directory.
+
+    Args:
+        directory: The serving directory.
+        settings: How requests are answered.
+        say: What is told of new exports and troubles.
+        folder: Where several processes leave their metrics, and what they share in memory.
+
+    Raises:
+        ValueError: There is no intact export, or the export cannot have one of the settings.
+    """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     saying = partial(say_of, say, f"worker {os.getpid()}") if folder else say
@@ -94,7 +102,14 @@ def say_of(saying: Callable[[str], object], who: str, line: str) -> None:
 def make_app(
     export: LiveExport, settings: Settings, shadow: LiveExport | None = None, folder: Path | None = None
 ) -> FastAPI:
-    """Returns the application. `folder` is as of `load_app`."""
+    """Returns the application that answers from an export.
+
+    Args:
+        export: What answers.
+        settings: How requests are answered.
+        shadow: An export whose answers are compared.
+        folder: Where several processes leave their metrics.
+    """
     allowed, unread, ending, started_by = settings.allowed, Unread(), Event(), parent_process()
     batcher = Batcher(lambda: export.retriever, settings.wait_ms / 1000, lambda size: metrics.batch.observe(size))
     metrics = Metrics(export, lambda: len(batcher))
@@ -178,16 +193,12 @@ def make_app(
             answer, retriever = await batcher.ask(question, gone)
         except ValueError as error:
             return error_response(400, str(error))
-        except BodyRefused as error:
-            return error_response(error.status, str(error), CLOSE)
         except QueueFull:
             return error_response(503, "too many requests wait already; try again later", BUSY)
         except (ClientDisconnect, ClientGone):
             return Response(status_code=499)  # for the metrics; nobody reads it
         except asyncio.CancelledError:
             return error_response(503, "the server stops", CLOSE)
-        except ShardsLost as error:
-            return error_response(503, str(error), BUSY)
         if "error" in answer:
             return error_response(400, answer["error"])
         if compared:
@@ -303,8 +314,9 @@ def _answer_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         return error_response(400, f"{first['loc'][-1]}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
+    @app.exception_handler(ShardsLost)
     @app.exception_handler(WrittenInPlace)
-    async def damaged(_: Request, error: WrittenInPlace) -> Response:
+    async def unable(_: Request, error: Exception) -> Response:
         return error_response(503, str(error), BUSY)
 
     @app.exception_handler(Exception)

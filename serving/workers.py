@@ -41,8 +41,12 @@ def say(line: str) -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound, and does not listen yet. ValueError for what is no host or port, and OSError that says
-    why the address cannot be taken."""
+    """Returns a socket that is bound, and does not listen yet.
+
+    Raises:
+        ValueError: This is no host or port.
+        OSError: The address cannot be taken; the message says why.
+    """
     require(0 <= port <= 65535, "--port", port, "from 0 to 65535")
     require(bool(host), "--host", repr(host), "an address, such as 127.0.0.1, or 0.0.0.0 for all of this host")
     try:
@@ -97,7 +101,13 @@ def serve(directory: Path, host: str, port: int, settings: ServerSettings, worke
 
 
 def make_config(app: "FastAPI | partial[FastAPI]", settings: Settings, workers: int = 1) -> uvicorn.Config:
-    """Returns how uvicorn serves an application, or what a worker makes one with."""
+    """Returns how uvicorn serves an application.
+
+    Args:
+        app: The application; of several workers, what each of them makes it with.
+        settings: How requests are answered, among them the files for HTTPS.
+        workers: Processes that answer.
+    """
     return uvicorn.Config(
         app,
         factory=workers > 1,
@@ -119,7 +129,13 @@ def make_config(app: "FastAPI | partial[FastAPI]", settings: Settings, workers: 
 
 
 def listen(listening: socket.socket, described: str, settings: Settings) -> None:
-    """From now on, and says so."""
+    """Lets a socket listen, and says what is served there.
+
+    Args:
+        listening: A socket that is bound.
+        described: What is served, in words.
+        settings: How requests are answered: who may ask is said where everybody may.
+    """
     listening.listen(CONNECTIONS)
     address, port = listening.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address

@@ -109,6 +109,14 @@ def test_a_bad_request_of_a_batch_has_an_error_and_the_others_have_items(server:
         ({"history": IDS[:2], "where": "size > 3"}, "no column 'size' (did you mean since?); there are: price"),
         ({"history": IDS[:2], "limit": {"category": 0}}, "limit: category is 0; it must be at least 1"),
         (["id 7"], "is ['id 7']; it must be a mapping"),
+        ({"history": IDS[:2], "blocked": 7}, "blocked is 7; it must be a list"),
+        ({"history": IDS[:1], "events": [None]}, "user or an event is None"),
+        ({"history": IDS[:3], "events": [{}]}, "the request has 1 events for 3 items"),
+        ({"history": IDS[:2], "user": []}, "user or an event is []"),
+        ({"history": IDS[:2], "timestamps": 5}, "timestamps is 5; it must be"),
+        ({"history": IDS[:1], "timestamps": [1, 2]}, "the request has 2 timestamps for 1 items"),
+        ({"history": IDS[:2], "timestamps": [5, 4]}, "its timestamps fall, from 5 to 4; they must be oldest first"),
+        ({"history": IDS[:1], "timestamps": [2], "time": 1}, "the request: its time is 1; its last action"),
     ]
     retriever, good = server.export.retriever, {"history": [IDS[9]]}
     (expected,) = ranked_rows(retriever.recommend([good]))

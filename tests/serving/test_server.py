@@ -236,24 +236,6 @@ def test_batches_answer_like_the_retriever(server: Running) -> None:
         assert_alike(answer["items"], one_by_one(server.export.retriever, of))
 
 
-def test_a_bad_request_fails_alone(server: Running) -> None:
-    ids = raw_ids(X)
-    good = question({"history": ids[:3]})
-    bad = [
-        (question({"history": ids[:3], "user": {"height": 3}}), "the request: the model has no user feature 'height'"),
-        (question({"history": ids[:3], "events": [{}]}), "the request has 1 events for 3 items"),
-        (question({"history": ids[:1], "timestamps": [1, 2]}), "the request has 2 timestamps for 1 items"),
-        (question({"history": ids[:1], "timestamps": [2], "time": 1}), "the request: its time is 1; its last action"),
-        (question({"history": ["new"]}, unknown="refuse"), "the request: no item of demo has the id 'new'"),
-    ]
-    found, sizes = in_batches(server.export.retriever, [good, *(of for of, _ in bad), good])
-    assert sizes == [len(bad) + 2]
-    for answer, _ in (found[0], found[-1]):
-        assert_alike(answer["items"], one_by_one(server.export.retriever, good))
-    for (answer, _), (_, message) in zip(found[1:-1], bad, strict=True):
-        assert answer.keys() == {"error"} and answer["error"].startswith(message)
-
-
 def test_a_number_too_large_for_stage_1_fails_alone(tmp_path: Path) -> None:
     age = Feature("age", "user", "number", deviation=0.1)
     schema = Schema((Feature("item", "item", "id", "item"), age), (Table("item", X + 1),))
