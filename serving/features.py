@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from logitmix.common.mappings import nearest
-from logitmix.common.messages import prefixed
 from logitmix.common.values import id_text
 from logitmix.modules.features import values_of_cells
 from logitmix.modules.kinds.text import TextEncoder
@@ -78,8 +77,10 @@ class FeatureReader:
         cells, encoder = [], self.encoders.get(feature.name)
         row_of = (lambda text: encoder([text])[0].tolist()) if encoder else partial(self._row, feature)
         for place, record in enumerate(records):
-            with prefixed(f"{names[place]}: feature {feature.name} ", (TypeError, ValueError)):
+            try:
                 cells.append(feature.form.cell(feature, record.get(feature.name), row_of))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{names[place]}: feature {feature.name} {error}") from None
         return values_of_cells(feature, cells)
 
     def _row(self, feature: Feature, value: Any) -> int:

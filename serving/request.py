@@ -337,8 +337,10 @@ def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any
     found: Any = request.get(entry)
     if isinstance(found, Set) and entry not in ("allowed", "blocked"):
         raise ValueError(f"request {place}: {entry} is a set, which has no order; it must be a list")
+    if found is None:
+        return []
     with prefixed(f"request {place}: {entry} "):
-        return [] if found is None else of(found)
+        return of(found)
 
 
 def _ids(request: Request, entry: str, place: int) -> list[str]:
