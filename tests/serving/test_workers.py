@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -72,7 +73,14 @@ def is_refused(port: int) -> bool:
 def test_workers_answer_take_over_exports_are_replaced_and_end(tmp_path: Path) -> None:
     folder, log = export_small(small_model("mol", X), tmp_path / "served"), tmp_path / "log"
     with serving(folder, log, "--drain-seconds", "1") as (server, port):
-        until(lambda: len(by_worker(port, "logitmix_export_items")) == 2)
+        # One of them has the metrics of both.
+        with closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as one:
+
+            def of_one() -> str:
+                one.request("GET", "/metrics")
+                return one.getresponse().read().decode()
+
+            until(lambda: len(re.findall("logitmix_export_items{", of_one())) == 2)
         publish(export_small(small_model("mol", X + 1), tmp_path / "next"), folder)
         until(lambda: [*by_worker(port, "logitmix_export_items").values()] == [X + 1, X + 1])
         killed = next(iter(by_worker(port, "logitmix_reloads_total")))
