@@ -78,8 +78,9 @@ def missing_parts() -> list[str]:
 def _say_what_is_missing() -> None:
     """Says once that plain torch does the work of compiled parts. Of the ranks of a job only the first one says it."""
     if os.environ.get("RANK", "0") == "0":
+        parts = ", ".join(missing_parts()) or "a part of these sources"
         say(
-            f"not compiled here: {', '.join(missing_parts())}: plain torch does it, several times slower; install a C "
+            f"not compiled here: {parts}: plain torch does it, several times slower; install a C "
             "compiler, then logitmix again (logitmix doctor says more)"
         )
 
