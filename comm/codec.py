@@ -42,7 +42,7 @@ class Codec(ABC):
 
     @abstractmethod
     def row_bytes(self, layout: RowLayout) -> int:
-        """Size of a wire row in bytes."""
+        """Returns the size of a wire row in bytes."""
 
     @abstractmethod
     def encode(self, values_RW: Tensor, layout: RowLayout, out: Tensor, seed: int | None) -> None:
@@ -54,7 +54,7 @@ class Codec(ABC):
 
     @abstractmethod
     def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
-        """Which finite values [R, W] the format cannot hold."""
+        """Returns which finite values [R, W] the format cannot hold."""
 
 
 @dataclass(frozen=True)

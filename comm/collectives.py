@@ -20,7 +20,7 @@ SIGN_OF_LIFE = 0.5
 
 
 def all_reduce_sum(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Sum over the ranks of a tensor of one shape and dtype; the argument is unchanged."""
+    """Returns the sum over the ranks of a tensor of one shape and dtype; the argument is unchanged."""
     if ranks.world_size == 1:
         return tensor
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -29,7 +29,7 @@ def all_reduce_sum(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
-    """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
+    """Returns every rank's tensor, of one shape and dtype, in the order of the ranks."""
     if ranks.world_size == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size)]
@@ -51,7 +51,7 @@ def all_to_all(parts: Sequence[torch.Tensor], ranks: Ranks) -> list[torch.Tensor
 
 
 def broadcast_object(obj: T, ranks: Ranks) -> T:
-    """Rank 0's object on every rank, pickled on the way; what the other ranks pass is ignored."""
+    """Returns rank 0's object on every rank, pickled on the way; what the other ranks pass is ignored."""
     if ranks.world_size == 1:
         return obj
     box = [obj]
@@ -60,7 +60,7 @@ def broadcast_object(obj: T, ranks: Ranks) -> T:
 
 
 def largest(value: int, ranks: Ranks) -> int:
-    """The largest of the ranks' numbers, on every rank."""
+    """Returns the largest of the ranks' numbers, on every rank."""
     if ranks.world_size == 1:
         return value
     # On the CPU, so that asking does not wait for the CUDA stream.
@@ -70,7 +70,7 @@ def largest(value: int, ranks: Ranks) -> int:
 
 
 def agreed(flag: bool, ranks: Ranks) -> bool:
-    """True on every rank as soon as one rank says True: an agreed stop."""
+    """Returns True on every rank as soon as one rank says True: an agreed stop."""
     return bool(largest(int(flag), ranks))
 
 
@@ -81,7 +81,7 @@ def barrier(ranks: Ranks) -> None:
 
 
 def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T:
-    """Rank 0 acts for all: every rank returns its result, or raises its ValueError or OSError."""
+    """Lets rank 0 act for all: every rank returns its result, or raises its ValueError or OSError."""
     return _results([broadcast_object(_outcome(action) if ranks.rank == 0 else None, ranks)])[0]
 
 
@@ -98,7 +98,7 @@ def on_first_rank_at_length(action: Callable[[], T], ranks: Ranks) -> T:
 
 
 def on_all_ranks(action: Callable[[], T], ranks: Ranks) -> list[T]:
-    """Every rank acts, and returns the results of all ranks. If some raise ValueError or OSError, all raise the
+    """Lets every rank act, and returns the results of all ranks. If some raise ValueError or OSError, all raise the
     first."""
     outcomes: list[Any] = [_outcome(action)]
     if ranks.world_size > 1:

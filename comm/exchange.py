@@ -39,7 +39,7 @@ class CodedRows(NamedTuple):
     stride: int
 
     def view_in(self, tensor: Tensor) -> Tensor:
-        """The block as a matrix [rows, width of the layout], without a copy."""
+        """Returns the block as a matrix [rows, width of the layout], without a copy."""
         shape = (self.rows, width_of(self.layout))
         return tensor.as_strided(shape, (self.stride, 1), tensor.storage_offset() + self.start)
 
@@ -52,7 +52,7 @@ class End(NamedTuple):
 
 
 def stacked(spans_by_rank: Sequence[Sequence[RowSpan]]) -> End:
-    """A flat tensor of the ranks' spans, one after the other."""
+    """Returns a flat tensor of the ranks' spans, one after the other."""
     blocks, start = [], 0
     for layout, alike in groupby((span for spans in spans_by_rank for span in spans), key=lambda span: span.layout):
         rows, width = sum(span.rows for span in alike), width_of(layout)
@@ -62,7 +62,7 @@ def stacked(spans_by_rank: Sequence[Sequence[RowSpan]]) -> End:
 
 
 def side_by_side(rows: int, layout_by_rank: Sequence[RowLayout]) -> End:
-    """A matrix of `rows` rows in which each rank's segments stand next to one another."""
+    """Returns a matrix of `rows` rows in which each rank's segments stand next to one another."""
     stride = sum(map(width_of, layout_by_rank))
     blocks, start = [], 0
     for layout in layout_by_rank:
@@ -153,7 +153,7 @@ class Wire:
             self._quality[key] = self._quality.get(key, 0.0) + sums.sum(1)
 
     def next_seed(self, direction: Direction, rank: int) -> int | None:
-        """The seed of one exchange, a function of the step and of the exchange's number in it; None rounds to
+        """Returns the seed of one exchange, a function of the step and of the exchange's number in it; None rounds to
         nearest."""
         if not self.codecs[direction].stochastic:
             return None
@@ -300,7 +300,7 @@ class _InFlight:
 
 
 def _copy_segments(targets: Sequence[Tensor], sources: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """The first bytes of each segment, in few kernels whatever the number of ranks."""
+    """Copies the first bytes of each segment, in few kernels whatever the number of ranks."""
     there = [rank for rank, size in enumerate(sizes) if size]
     torch._foreach_copy_(
         [targets[rank][: sizes[rank]] for rank in there], [sources[rank][: sizes[rank]] for rank in there]
@@ -330,13 +330,13 @@ def _all_to_all(encoded: Tensor, send: list[int], receive: list[int], group: dis
 
 
 def _sent_as_is(codec: Codec, end: End) -> bool:
-    """Whether the wire's bytes are the tensor's own."""
+    """Returns whether the wire's bytes are the tensor's own."""
     return codec == FP32 and len(end.blocks) == 1
 
 
 def _merged(end: End) -> End:
-    """The end with one block in place of several that differ in the names of tables alone. These are told apart only to
-    be sampled, which must not change what is rounded at random."""
+    """Returns the end with one block in place of several that differ in the names of tables alone. These are told apart
+    only to be sampled, which must not change what is rounded at random."""
     merged: list[CodedRows] = []
     for block in end.blocks:
         last = merged[-1] if merged else None
@@ -350,7 +350,7 @@ def _merged(end: End) -> End:
 
 
 def _wire_rows(codec: Codec, encoded: Tensor, end: End) -> list[tuple[CodedRows, Tensor]]:
-    """Each block with its rows of the wire [rows, bytes]; blocks without any are left out."""
+    """Returns each block with its rows of the wire [rows, bytes]; blocks without any are left out."""
     sizes = [block.rows * codec.row_bytes(block.layout) for block in end.blocks]
     pieces = encoded.split(sizes) if sizes else []
     pairs = zip(end.blocks, pieces, strict=True)
@@ -396,9 +396,9 @@ class _RowsInFlight(Awaitable[Tensor]):  # type: ignore[misc]
 
 
 def split_backward(received: Tensor) -> GradientEdge:
-    """The edge that divides the backward of received rows into sending and waiting: `torch.autograd.grad` with respect
-    to it sends their gradient, `torch.autograd.backward` from it waits for the gradients that the other ranks sent. For
-    rows that were not exchanged it is their own edge."""
+    """Returns the edge that divides the backward of received rows into sending and waiting: `torch.autograd.grad` with
+    respect to it sends their gradient, `torch.autograd.backward` from it waits for the gradients that the other ranks
+    sent. For rows that were not exchanged it is their own edge."""
     edge = get_gradient_edge(received)
     node: Node | None = edge.node
     while node and node.name() != f"{_SendRows.__name__}Backward":

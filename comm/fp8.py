@@ -30,7 +30,8 @@ def quantize_rowwise(
     seed: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows of FP32, BF16 or FP16 as bytes: uint8 [R, W + 2 len(widths)], each group's payload and then its scale.
+    """Returns rows of FP32, BF16 or FP16 as bytes: uint8 [R, W + 2 len(widths)], each group's payload and then its
+    scale.
 
     `dtype` is float8_e4m3fn or float8_e5m2; `widths` (default: one group) cut the columns. Rounds to nearest even or,
     with a `seed` in [0, 2^63), up or down at random such that the mean is exact: a pure function of the seed and of
@@ -60,7 +61,7 @@ def quantize_rowwise(
 def dequantize_rowwise(
     wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The output of `quantize_rowwise`, uint8 [R, W + 2 len(widths)], as FP32 [R, W].
+    """Returns the output of `quantize_rowwise`, uint8 [R, W + 2 len(widths)], as FP32 [R, W].
 
     `out` may be columns of a wider matrix. Bytes beyond the format's largest number arrive as NaN.
 
@@ -81,7 +82,7 @@ def dequantize_rowwise(
 
 
 def backend(device_type: str) -> ModuleType:
-    """The implementation for tensors of a device ("cpu", "cuda", …): all give the same bytes."""
+    """Returns the implementation for tensors of a device ("cpu", "cuda", …): all give the same bytes."""
     if device_type == "cpu" and fp8_c.library():
         return fp8_c
     if device_type == "cuda" and has_triton():
@@ -93,7 +94,7 @@ def backend(device_type: str) -> ModuleType:
 
 
 def _rows_apart(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns side by side; rows may lie any distance apart."""
+    """Returns the matrix with its columns side by side; rows may lie any distance apart."""
     return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 

@@ -21,7 +21,7 @@ MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 def quantize(
     values_RW: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], seed: int | None, wire: torch.Tensor
 ) -> None:
-    """The definition of the bytes: fills `wire`."""
+    """Defines the bytes: fills `wire`."""
     R, W = values_RW.shape
     place_R1 = torch.arange(R, device=values_RW.device).unsqueeze(1) * W
     for columns, payload, scale in _groups(widths):
@@ -44,7 +44,7 @@ def quantize(
 
 
 def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], values_RW: torch.Tensor) -> None:
-    """The definition of what the bytes mean: fills `values_RW`."""
+    """Defines what the bytes mean: fills `values_RW`."""
     largest_byte = torch.tensor(torch.finfo(dtype).max).to(dtype).view(torch.uint8).item()
     for columns, payload, scale in _groups(widths):
         byte_RD = wire[:, payload]
@@ -55,8 +55,8 @@ def dequantize(wire: torch.Tensor, dtype: torch.dtype, widths: Sequence[int], va
 
 
 def noise(seed: int, place: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each place (int64, modulo 2^32): two rounds of a multiply-xorshift hash, each with its own
-    key."""
+    """Returns 32 random bits for each place (int64, modulo 2^32): two rounds of a multiply-xorshift hash, each with its
+    own key."""
     # Two keys: with one, another seed would only permute the same bits over the places.
     key = _mix(_mix(place.new_full((), 0x9E3779B9)) ^ (seed & 0xFFFFFFFF))
     other_key = _mix(key ^ (seed >> 32) ^ 0x85EBCA6B)
@@ -64,14 +64,15 @@ def noise(seed: int, place: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32 bits (held in int64) that spreads every bit over all: Wellons' "lowbias32" constants."""
+    """Applies a bijection of 32 bits (held in int64) that spreads every bit over all: Wellons' "lowbias32"
+    constants."""
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
     return bits ^ bits >> 16
 
 
 def _rounded_at_random(y_RD: torch.Tensor, dtype: torch.dtype, noise_RD: torch.Tensor) -> torch.Tensor:
-    """Bytes of magnitudes up to the format's largest.
+    """Returns the bytes of magnitudes up to the format's largest.
 
     The bits of an FP32 number, less the difference of the exponents' biases, are the FP8 byte in fixed point with
     `shift` fractional bits; subnormal numbers of FP8 are in fixed point by nature. Adding less than one and
@@ -87,14 +88,14 @@ def _rounded_at_random(y_RD: torch.Tensor, dtype: torch.dtype, noise_RD: torch.T
 
 
 def _scale_bits(magnitude_RD: torch.Tensor) -> torch.Tensor:
-    """The largest FP32 bit pattern of each row, rounded up to BF16: int32 [R, 1]."""
+    """Returns the largest FP32 bit pattern of each row, rounded up to BF16: int32 [R, 1]."""
     if magnitude_RD.shape[1] == 0:
         return magnitude_RD.new_zeros(len(magnitude_RD), 1)
     return (magnitude_RD.amax(dim=1, keepdim=True) + 0xFFFF >> 16).clamp(max=LARGEST_BF16_BITS)
 
 
 def _scale_and_lifts(scale_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The scale in FP32, scaled up if it is tiny, and the factors that scale up and that undo it."""
+    """Returns the scale in FP32, scaled up if it is tiny, and the factors that scale up and that undo it."""
     s_R1 = (scale_R1 << 16).view(torch.float32)
     lift_R1 = torch.where(s_R1 < TINY, LIFT, 1.0)
     return s_R1 * lift_R1, lift_R1, torch.where(s_R1 < TINY, 1 / LIFT, 1.0)
@@ -105,7 +106,7 @@ def _largest(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(widths: Sequence[int]) -> Iterator[tuple[slice, slice, slice]]:
-    """For each group: its columns, and its payload and its scale in the wire row."""
+    """Yields for each group its columns, and its payload and its scale in the wire row."""
     for number, (D, end) in enumerate(zip(widths, accumulate(widths), strict=True)):
         at = end + SCALE_BYTES * number
         yield slice(end - D, end), slice(at - D, at), slice(at, at + SCALE_BYTES)

@@ -94,9 +94,9 @@ class Heartbeat:
                 thread.join(ANSWERS)
 
     def who_is_missing(self, seconds: float = 0) -> str:
-        """The ranks that give no sign of life, for a sentence; "" if all do, or nobody can tell. Takes LISTENS and
-        ANSWERS, and says that they have given none for `seconds`, if that is more. Those of this launcher on this host
-        are killed: it would wait for them in vain."""
+        """Returns the ranks that give no sign of life, for a sentence; "" if all do, or nobody can tell. Takes LISTENS
+        and ANSWERS, and says that they have given none for `seconds`, if that is more. Those of this launcher on this
+        host are killed: it would wait for them in vain."""
         if self.store is None:
             return ""
         before = after = self._entries(self.store)
@@ -119,8 +119,8 @@ class Heartbeat:
         return f"{ranks} (on {', '.join(hosts)}) gave no sign of life for {max(seconds, LISTENS):g} s"
 
     def who_is_behind(self) -> str:
-        """Of living ranks, those that have begun the fewest collectives, and where they are, for a sentence; "" if all
-        have begun as many, or nobody can tell."""
+        """Returns those of the living ranks that have begun the fewest collectives, and where they are, for a sentence;
+        "" if all have begun as many, or nobody can tell."""
         entries = self._entries(self.store) if self.store else None
         if not entries or not all(entries.values()):
             return ""
@@ -164,7 +164,7 @@ class Heartbeat:
                 return
 
     def _entries(self, store: dist.Store) -> dict[int, str] | None:
-        """Every rank's entry, "" where it has none; None if the store does not answer."""
+        """Returns every rank's entry, "" where it has none; None if the store does not answer."""
 
         def read() -> dict[int, str]:
             keys = {rank: f"alive/{rank}" for rank in range(self.world_size)}
@@ -192,7 +192,7 @@ def within(seconds: float, action: Callable[[], T]) -> T:
 
 
 def _place_of(frame: FrameType | None) -> str:
-    """The innermost of this project's functions that a thread is in."""
+    """Returns the innermost of this project's functions that a thread is in."""
     while frame:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(OURS):

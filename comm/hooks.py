@@ -101,7 +101,7 @@ def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
 
 
 def _layouts(groups_per_rank: Sequence[Any]) -> list[RowLayout]:
-    """For each rank (or node), its features in the order of its output."""
+    """Returns for each rank (or node) its features in the order of its output."""
     return [
         tuple(
             Segment(table.name, table.local_cols)
@@ -169,7 +169,8 @@ class SequenceAllToAll(_Sender):
         batch_size_per_rank: Sequence[int] | None = None,
         sparse_features_recat: Tensor | None = None,
     ) -> SequenceEmbeddingsAwaitable:
-        """`local_embs` [R, D], of which `output_splits` rows go to each rank and `input_splits` come from each."""
+        """Sends `local_embs` [R, D], of which `output_splits` rows go to each rank and `input_splits` come from
+        each."""
         D = local_embs.shape[1]
         rows_FW = self._rows_per_feature(lengths, batch_size_per_rank)
         sent, received = self._spans(output_splits, input_splits, rows_FW, D)
@@ -224,8 +225,8 @@ class SequenceAllToAll(_Sender):
         return torch.ops.fbgemm.permute_2D_sparse_data(permute, lengths, index_R, None, index_R.numel())[1]
 
     def _rows_per_feature(self, lengths: Tensor, batch_size_per_rank: Sequence[int] | None) -> Tensor | None:
-        """Rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for them; None if
-        no rank has several features, so that the splits give the numbers."""
+        """Returns the rows [F, W] that each own feature sends to each rank, from the lengths of the bags that ask for
+        them; None if no rank has several features, so that the splits give the numbers."""
         F, W = len(self.layout), self.group.size()
         if all(len(layout) <= 1 for layout in self.layout_by_rank):
             return None
@@ -237,7 +238,7 @@ class SequenceAllToAll(_Sender):
 
 
 def _spans_by_segment(rows: Sequence[int], layout: RowLayout) -> list[RowSpan]:
-    """A separate span for each segment."""
+    """Returns a separate span for each segment."""
     return [RowSpan(count, (segment,)) for count, segment in zip(rows, layout, strict=True)]
 
 
@@ -248,7 +249,7 @@ class PooledAllToAll(_Sender):
     def forward(
         self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
     ) -> PooledEmbeddingsAwaitable:
-        """`local_embs` [users of all ranks, own columns] becomes [own users, columns of all ranks]."""
+        """Turns `local_embs` [users of all ranks, own columns] into [own users, columns of all ranks]."""
         users = self._users(local_embs, batch_size_per_rank)
         sent, own = [[RowSpan(count, self.layout)] for count in users], users[self.mine]
         shape = own, sum(map(width_of, self.layout_by_rank))
@@ -265,7 +266,7 @@ class VariablePooledAllToAll(_Sender):
         batch_size_per_rank_per_feature: Sequence[Sequence[int]],
         batch_size_per_feature_pre_a2a: Sequence[int],
     ) -> PooledEmbeddingsAwaitable:
-        """Flat `local_embs`, by rank and own feature, becomes flat, by rank and that rank's feature."""
+        """Turns flat `local_embs`, by rank and own feature, into a flat tensor, by rank and that rank's feature."""
         bags = iter(batch_size_per_feature_pre_a2a)
         received = [[RowSpan(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
         sent = self._by_feature(batch_size_per_rank_per_feature)
@@ -284,7 +285,8 @@ class ReduceScatter(_Sender):
         batch_size_per_rank_per_feature: Sequence[Sequence[int]] | None = None,
         embedding_dims: Sequence[int] | None = None,
     ) -> PooledEmbeddingsAwaitable:
-        """Partial sums of all ranks' users, [users of all ranks, columns] or flat, become sums of this rank's users."""
+        """Turns partial sums of all ranks' users, [users of all ranks, columns] or flat, into sums of this rank's
+        users."""
         if batch_size_per_rank_per_feature is not None:
             sent = self._by_feature(batch_size_per_rank_per_feature)
             shape: tuple[int, ...] = (_elements([sent[self.mine]]),)

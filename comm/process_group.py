@@ -138,8 +138,8 @@ def process_group(
 
 
 def own_group(ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
-    """Another group of all ranks, for collectives that run beside those of `ranks.group`: on CUDA the collectives of
-    one group wait for each other. Collective."""
+    """Makes another group of all ranks, for collectives that run beside those of `ranks.group`: on CUDA the collectives
+    of one group wait for each other. Collective."""
     if ranks.world_size == 1:
         return ranks.group
     group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
@@ -219,7 +219,7 @@ def _place_from(environment: Mapping[str, str]) -> _Place:
 
 
 def _require_interface(names: str) -> None:
-    """ValueError if gloo is to listen at an interface that this host does not have."""
+    """Raises ValueError if gloo is to listen at an interface that this host does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, names.split(",")):
         if name not in there:
@@ -258,8 +258,8 @@ def tell_failure(message: str, is_mistake: bool) -> None:
 def _store(
     place: _Place, timeout: timedelta, facts: Mapping[str, str], failed: str = "", is_mistake: bool = False
 ) -> tuple[dist.Store, Heartbeat, dict[int, Member]]:
-    """The store of a new group of all ranks, the heartbeat of this rank there, and who the ranks are. ValueError and
-    LostRank as of `meet`, and LostRank if the store does not answer."""
+    """Returns the store of a new group of all ranks, the heartbeat of this rank there, and who the ranks are.
+    ValueError and LostRank as of `meet`, and LostRank if the store does not answer."""
     if not place.launched:
         return dist.HashStore(), Heartbeat(None, 0, 1), {}
     seconds, at = timeout.total_seconds(), f"{place.address}:{place.port}"
@@ -303,8 +303,8 @@ def _store(
 
 
 def _loopback_listener(place: _Place) -> int | None:
-    """A socket that listens on the loopback, where that is the address of the group: by itself, the store would listen
-    on every interface of the host."""
+    """Returns a socket that listens on the loopback, where that is the address of the group: by itself, the store would
+    listen on every interface of the host."""
     if place.address not in ("127.0.0.1", "localhost"):
         return None
     with socket.socket() as listener:

@@ -65,7 +65,7 @@ class Member:
 
     @classmethod
     def here(cls, facts: Mapping[str, str], failed: str = "", mistake: bool = False) -> "Member":
-        """Of this process."""
+        """Returns what this process says of itself."""
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         host = socket.gethostname()
         return cls(secrets.token_hex(8), host, _network(), gloo_address(), digest, failed, mistake)
@@ -79,7 +79,8 @@ class Member:
 def meet(
     store: dist.Store, rank: int, world_size: int, own: Member, facts: Mapping[str, str], seconds: float
 ) -> tuple[str, dict[int, Member]]:
-    """The name of the group of all ranks, and what they say of themselves. Each waits `seconds` for the others at most.
+    """Returns the name of the group of all ranks, and what they say of themselves. Each waits `seconds` for the others
+    at most.
 
     ValueError, the same on every rank, if their `facts` differ, if one has failed by a user's mistake, or if a host
     would announce an address that others cannot reach. LostRank if a rank does not come, or has failed otherwise.
@@ -100,7 +101,7 @@ def meet(
 
 
 def _follow(store: dist.Store, rank: int, own: Member, seconds: float) -> str:
-    """The name of the group, on every rank but 0."""
+    """Returns the name of the group, on every rank but 0."""
     store.set(f"join/{rank}", json.dumps(dataclasses.asdict(own)))
     try:
         group = _get(store, f"answer/{own.id}", seconds).decode()
@@ -156,18 +157,18 @@ class _Lead:
             self.here.add(rank)
 
     def _member(self, rank: int) -> Member:
-        """The process that came last as this rank."""
+        """Returns the process that came last as this rank."""
         return Member.of(json.loads(self.store.get(f"join/{rank}")))
 
     def _replaced(self) -> bool:
-        """Whether another process has come as one of the ranks since; then that one is waited for."""
+        """Returns whether another process has come as one of the ranks since; then that one is waited for."""
         others = range(1, self.world_size)
         replaced = {rank for rank in others if self._member(rank).id != self.members[rank].id}
         self.here -= replaced
         return bool(replaced)
 
     def _why(self) -> str:
-        """Why the job cannot begin, so far as is known."""
+        """Returns why the job cannot begin, so far as is known."""
         here = {rank: self.members[rank] for rank in sorted(self.here)}
         for rank, member in here.items():
             if member.failed:
@@ -182,7 +183,7 @@ class _Lead:
 
 
 def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -> str:
-    """One line that names what differs, with both values of the first few."""
+    """Returns one line that names what differs, with both values of the first few."""
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     values = ([cut(of.get(name, "absent"), 80) for of in (first, other)] for name in names[:NAMED])
     said = "; ".join(
@@ -195,7 +196,7 @@ def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -
 
 
 def unreachable(members: Mapping[int, Member]) -> str:
-    """What to say if a host announces its loopback to another host; else nothing."""
+    """Returns what to say if a host announces its loopback to another host; else nothing."""
     if len({member.network for member in members.values()}) < 2:
         return ""
     for rank, member in members.items():
@@ -209,7 +210,7 @@ def unreachable(members: Mapping[int, Member]) -> str:
 
 
 def unconnected(rank: int, members: Mapping[int, Member]) -> str:
-    """What to say where all ranks have met, and this one cannot connect to another."""
+    """Returns what to say where all ranks have met, and this one cannot connect to another."""
     own, elsewhere = members[rank], {of.address: of for of in members.values() if of.network != members[rank].network}
     others = ", ".join(f"{address} ({of.host})" for address, of in list(elsewhere.items())[:NAMED])
     where = f"; the others listen at {others}" if others else ""
@@ -223,8 +224,8 @@ _REMEDY = (
 
 
 def gloo_address() -> str:
-    """Where gloo listens: the interface that GLOO_SOCKET_IFNAME names, or what the host's name resolves to; if that is
-    no address of this host, the loopback."""
+    """Returns where gloo listens: the interface that GLOO_SOCKET_IFNAME names, or what the host's name resolves to; if
+    that is no address of this host, the loopback."""
     if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
         return interface
     with suppress(OSError, UnicodeError):
@@ -236,7 +237,7 @@ def gloo_address() -> str:
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 3, 4, 5`."""
+    """Returns `rank 3`, or `ranks 3, 4, 5`."""
     shown = ", ".join(map(str, ranks[:8])) + (f", … ({len(ranks)} in all)" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 

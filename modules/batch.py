@@ -45,7 +45,7 @@ class Packing:
         self.time_T, self.asked_T = time_T, asked_T
 
     def first(self, sequences: int) -> "Packing":
-        """The packing of the first sequences, whose positions are numbered from 0."""
+        """Returns the packing of the first sequences, whose positions are numbered from 0."""
         lengths_B = self.lengths_B[:sequences]
         total = int(lengths_B.sum())
         time_T, asked_T = (None if of is None else of[:total] for of in (self.time_T, self.asked_T))
@@ -65,9 +65,9 @@ _LIKE = 1.5
 
 
 def _groups(lengths_B: Tensor, start_B: Tensor) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
-    """Where the sequences begin if only those of like lengths are padded together, group after group, [B]; the groups'
-    numbers of sequences and padded lengths; and the packed position at each place of the groups, [S], with which a
-    sequence's last one is repeated."""
+    """Returns where the sequences begin if only those of like lengths are padded together, group after group, [B]; the
+    groups' numbers of sequences and padded lengths; and the packed position at each place of the groups, [S], with
+    which a sequence's last one is repeated."""
     sorted_B, order_B = lengths_B.sort(stable=True)
     lengths, first_B, groups = sorted_B.numpy(), torch.empty_like(order_B), list[tuple[int, int]]()
     last_B, sources = sorted_B - 1, [start_B[:0]]

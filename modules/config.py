@@ -56,7 +56,7 @@ class AttentionConfig:
         _require_ranges("model.encoder", self)
 
     def require_width(self, dim: int) -> None:
-        """ValueError where the heads cannot share the width evenly."""
+        """Raises ValueError where the heads cannot share the width evenly."""
         if dim % self.heads:
             near = [h for h in range(1, dim + 1) if dim % h == 0]
             near.sort(key=lambda h: abs(h - self.heads))
@@ -143,7 +143,7 @@ class PooledConfig:
         _require_ranges("model.encoder", self)
 
     def require_width(self, dim: int) -> None:
-        """Any width will do."""
+        """Takes any width."""
 
 
 EncoderConfig = SASRecConfig | LiGRConfig | HSTUConfig | FuXiConfig | PooledConfig
@@ -156,7 +156,7 @@ ENCODERS = Kinds(
 
 
 def sees_times(config: EncoderConfig, schema: Schema) -> bool:
-    """Whether the encoder or the items' dates need the times of a packing's positions."""
+    """Returns whether the encoder or the items' dates need the times of a packing's positions."""
     return bool(getattr(config, "times", False) or schema.unit)
 
 
@@ -367,7 +367,7 @@ class LossConfig:
             )
 
     def candidates(self, num_items: int) -> int:
-        """N + M, in a corpus of so many items."""
+        """Returns N + M, in a corpus of so many items."""
         return (self.negatives or num_items) + self.in_batch
 
 
@@ -423,7 +423,7 @@ class ModelConfig:
 
 
 def without_user_component(config: ModelConfig) -> ModelConfig:
-    """The model as it is, or without the user's id where it is one of the query's components."""
+    """Returns the model as it is, or without the user's id where it is one of the query's components."""
     if not isinstance(config.similarity, MoLConfig) or not config.similarity.user_component:
         return config
     similarity = replace(config.similarity, user_component=False)
@@ -438,7 +438,7 @@ def plugins_of(config: ModelConfig, schema: Schema) -> dict[str, str]:
 
 
 def has_user_component(config: ModelConfig) -> bool:
-    """Whether the user's id is one of the query's components."""
+    """Returns whether the user's id is one of the query's components."""
     return isinstance(config.similarity, MoLConfig) and config.similarity.user_component
 
 

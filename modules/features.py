@@ -99,7 +99,7 @@ class FeatureEmbeddings(nn.Module):
             )
 
     def forward(self, rows: Mapping[str, Tensor], of: Mapping[str, Values]) -> list[Tensor]:
-        """The features' embeddings [R, D], from the rows [V, W] of each table's unique ids."""
+        """Returns the features' embeddings [R, D], from the rows [V, W] of each table's unique ids."""
         return [
             map_(feature.form.embed(feature, of[feature.name], rows.get(feature.table)))
             for feature, map_ in zip(self.features, self.maps, strict=True)
@@ -112,10 +112,9 @@ def waves_of_times(time_R: Tensor, unit: str) -> Tensor:
 
 
 def recency_rows(time_T: Tensor, first_B: Tensor) -> Tensor:
-    """The rows [T] of table recency, int64, for actions at these times (whole numbers, which never decrease for a
-    user); first_B is where each user's actions begin. 0 for a user's first action; for the others 1 + the number of
-    bits of the time since the previous action (1 for 0, 2 for 1, 3 for 2 and 3, …).
-    """
+    """Returns the rows [T] of table recency, int64, for actions at these times (whole numbers, which never decrease for
+    a user); first_B is where each user's actions begin. 0 for a user's first action; for the others 1 + the number of
+    bits of the time since the previous action (1 for 0, 2 for 1, 3 for 2 and 3, …)."""
     time_T = time_T.long()
     gap_T = torch.cat([time_T[:1], time_T.diff()])
     row_T = 1 + torch.bucketize(gap_T, 2 ** torch.arange(63), right=True)
@@ -139,14 +138,14 @@ class AdaptiveCompression(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Call after the random initialization of the layers: the compression begins by keeping the first K
-        embeddings."""
+        """Resets the layers. To be called after the random initialization of the layers: the compression begins by
+        keeping the first K embeddings."""
         last = self.weights[2]
         assert isinstance(last, nn.Linear)
         last.weight.zero_()
         nn.init.eye_(last.bias.view(self.shape))
 
     def forward(self, v_RJC: Tensor) -> Tensor:
-        """[R, J, C] -> [R, K, C]."""
+        """Returns [R, K, C] of [R, J, C]."""
         w_RJK = self.weights(v_RJC.flatten(1)).view(-1, *self.shape)
         return torch.bmm(w_RJK.transpose(1, 2), v_RJC)

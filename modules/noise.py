@@ -18,7 +18,7 @@ from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 63-bit key of the given parts: equal parts give equal keys, on every machine."""
+    """Returns a 63-bit key of the given parts: equal parts give equal keys, on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -41,7 +41,7 @@ def truncated_normal(key: int, rows_R: Tensor, columns_C: Tensor, std: float) ->
 
 
 def threshold(rate: float) -> int:
-    """A rate in units of 2^-16: an element whose 16 random bits are below it is dropped."""
+    """Returns a rate in units of 2^-16: an element whose 16 random bits are below it is dropped."""
     return min(round(rate * 65536), 65535)
 
 
@@ -170,7 +170,7 @@ _LOW = 0xFFFFFFFF
 
 
 def halves(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a key, each as a signed number."""
+    """Returns the low and the high 32 bits of a key, each as a signed number."""
     return _signed(key), _signed(key >> 32)
 
 
@@ -184,7 +184,8 @@ _FIRST, _SECOND = _signed(0x21F0AAAD), _signed(0x735A2D97)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finalizer (xor-shift-multiply, the "lowbias32" family) in place; the masks make the shifts logical."""
+    """Applies a 32-bit finalizer (xor-shift-multiply, the "lowbias32" family) in place; the masks make the shifts
+    logical."""
     x ^= (x >> 16) & 0xFFFF
     x *= _FIRST
     x ^= (x >> 15) & 0x1FFFF

@@ -34,7 +34,7 @@ WANTED = "wanted_"
 
 
 def require_kind(name: str, kind: str, kinds: Sequence[str]) -> None:
-    """ValueError if the kind of action that is wanted is none of those that training saw."""
+    """Raises ValueError if the kind of action that is wanted is none of those that training saw."""
     if kind not in kinds:
         there = ", ".join(map(repr, kinds[:10])) + (", …" if len(kinds) > 10 else "")
         raise ValueError(f"{name} is {kind!r:.40}; it must be one of {there}")
@@ -166,16 +166,18 @@ class Schema:
 
     @classmethod
     def of_ids(cls, items: int) -> "Schema":
-        """A schema with the item ids alone."""
+        """Returns a schema with the item ids alone."""
         return cls((ITEM_FEATURE,), (Table(ITEM, items + 1),))
 
     def to_mapping(self) -> dict[str, list[dict[str, Any]]]:
-        """For JSON and TOML, without fields at their defaults; `common.mappings.from_mapping(Schema, …)` reads it."""
+        """Returns the schema for JSON and TOML, without fields at their defaults; `common.mappings.from_mapping(Schema,
+        …)` reads it."""
         return {"features": [_fields(f) for f in self.features], "tables": [_fields(t) for t in self.tables]}
 
     def only(self, names: Sequence[str]) -> "Schema":
-        """The item id, the features with these names ("all" for all of this schema), and their tables. "recency" and,
-        where the number of users is known, "user" need not be in the schema: they are added when they are named.
+        """Returns the item id, the features with these names ("all" for all of this schema), and their tables.
+        "recency" and, where the number of users is known, "user" need not be in the schema: they are added when they
+        are named.
 
         ValueError for a name that is not there.
         """
@@ -195,8 +197,9 @@ class Schema:
         return Schema(kept, tuple(table for table in offered.tables if table.name in used))
 
     def wanting(self, name: str, whole: "Schema") -> "Schema":
-        """With what the next action's value of a feature of the actions is, `whole` being the dataset's schema: a
-        feature and a table of as many rows. ValueError if there is no such id, or if its name is taken."""
+        """Returns the schema with what the next action's value of a feature of the actions is, `whole` being the
+        dataset's schema: a feature and a table of as many rows. ValueError if there is no such id, or if its name is
+        taken."""
         feature = next((of for of in whole.of("event") if of.name == name), None)
         if feature is None or feature.kind != "id":
             ids = [of.name for of in whole.of("event") if of.kind == "id"]
@@ -210,7 +213,7 @@ class Schema:
         return self._with(Feature(own, "event", "id", own), whole.table(feature.table).rows)
 
     def _with(self, feature: Feature, rows: int) -> "Schema":
-        """With a feature and its table, unless a feature or table of the schema has its name."""
+        """Returns the schema with a feature and its table, unless a feature or table of the schema has its name."""
         if feature.name in {of.name for of in self.features} | {table.name for table in self.tables}:
             return self
         return Schema((*self.features, feature), (*self.tables, Table(feature.table, rows)))
@@ -230,19 +233,19 @@ class Schema:
         return [feature.name for feature in self.features if feature.table == ITEM and feature.name != ITEM]
 
     def dims(self, dim: int) -> dict[str, int]:
-        """Width of each table's rows in a model of width `dim`."""
+        """Returns the width of each table's rows in a model of width `dim`."""
         return {table.name: table.dim or dim for table in self.tables}
 
     def of(self, owner: Owner) -> tuple[Feature, ...]:
-        """Features of an owner, in order, without the item id."""
+        """Returns the features of an owner, in order, without the item id."""
         return tuple(feature for feature in self.features if feature.owner == owner and feature.name != ITEM)
 
     def weighs(self, table: str) -> bool:
-        """Whether rows of a table may count differently in the sum of a bag."""
+        """Returns whether rows of a table may count differently in the sum of a bag."""
         return any(feature.table == table and feature.form.parallel for feature in self.features)
 
     def table(self, name: str) -> Table:
-        """The table of this name, which must exist."""
+        """Returns the table of this name, which must exist."""
         return next(table for table in self.tables if table.name == name)
 
 

@@ -56,7 +56,7 @@ CHUNK = 2**20
 
 
 def rows_of_blocks(blocks: Tensor, count: int) -> Tensor:
-    """The first items' numbers in blocks of an Int8Corpus, uint8 [count, groups, GROUP]."""
+    """Returns the first items' numbers in blocks of an Int8Corpus, uint8 [count, groups, GROUP]."""
     return blocks.transpose(1, 2).reshape(-1, blocks.shape[1], GROUP)[:count]
 
 
@@ -73,7 +73,7 @@ class Int8Corpus:
 
     @classmethod
     def of(cls, item_XH: Tensor) -> "Int8Corpus":
-        """From finite vectors [X, H] of any floating type. ValueError for others."""
+        """Returns the corpus of finite vectors [X, H] of any floating type. ValueError for others."""
         X, H = item_XH.shape
         if not all(part.isfinite().all() for part in item_XH.split(CHUNK)):
             raise ValueError("the items' vectors have values that are not finite")
@@ -84,7 +84,8 @@ class Int8Corpus:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Tensor, int]], scale: float) -> "Int8Corpus":
-        """One corpus of consecutive parts, each with its blocks and number of items. A copy, if there are several."""
+        """Returns one corpus of consecutive parts, each with its blocks and number of items. A copy, if there are
+        several."""
         num_items, (first, _) = sum(count for _, count in parts), parts[0]
         if len(parts) == 1:
             return cls(first, scale, num_items)
@@ -100,7 +101,7 @@ class Int8Corpus:
 
     @classmethod
     def empty(cls, num_items: int, width: int, scale: float, device: torch.device | str = "cpu") -> "Int8Corpus":
-        """A corpus of zeros, to be filled."""
+        """Returns a corpus of zeros, to be filled."""
         shape = (-(-num_items // LANES), -(-width // GROUP), LANES, GROUP)
         return cls(_huge(torch.empty(shape, dtype=torch.uint8, device=device)).fill_(ZERO), scale, num_items)
 
@@ -121,14 +122,14 @@ class Int8Corpus:
         return self.blocks.shape[1] * GROUP
 
     def values(self, start: int, stop: int) -> Tensor:
-        """The signed values of items [start, stop), FP32 [R, width]; `start` is a multiple of 16."""
+        """Returns the signed values of items [start, stop), FP32 [R, width]; `start` is a multiple of 16."""
         assert start % LANES == 0
         part = self.blocks[start // LANES : -(-stop // LANES)].transpose(1, 2)
         return part.reshape(-1, self.width)[: stop - start].float() - ZERO
 
 
 def scale_of(item_XH: Tensor) -> float:
-    """The scale of a corpus with these vectors, or with many like them."""
+    """Returns the scale of a corpus with these vectors, or with many like them."""
     X, H = item_XH.shape
     some = item_XH[:: max(1, X * H // NUMBERS)].abs().float().flatten()
     held = float(some.kthvalue(math.ceil(len(some) * (1 - CLAMPED))).values) if len(some) else 0.0
@@ -136,7 +137,7 @@ def scale_of(item_XH: Tensor) -> float:
 
 
 def _huge(memory: Tensor) -> Tensor:
-    """The memory, in pages of 2 MiB where the system has them: reading from many small ones is slower."""
+    """Asks for the memory to be in pages of 2 MiB where the system has them: reading from many small ones is slower."""
     size = memory.numel() * memory.element_size()
     if sys.platform == "linux" and memory.device.type == "cpu" and size >= HUGE:
         first = -(-memory.data_ptr() // PAGE) * PAGE
@@ -157,7 +158,7 @@ class Found:
     """FP32, parallel to the items: the products of the quantized vectors; -inf where there is no item."""
 
     def ordered(self) -> "Found":
-        """These items with the highest scores first, the lower index first of equal ones."""
+        """Returns these items with the highest scores first, the lower index first of equal ones."""
         order_BK = self.scores_BK.sort(dim=1, descending=True, stable=True).indices
         return Found(self.items_BK.gather(1, order_BK), self.scores_BK.gather(1, order_BK))
 
@@ -168,7 +169,7 @@ def hindexer_topk(
     k: int,
     allowed: Tensor | None = None,
 ) -> Found:
-    """The items [B, K] with the largest dot products; K is k, or the size of a smaller corpus.
+    """Returns the items [B, K] with the largest dot products; K is k, or the size of a smaller corpus.
 
     Each query is quantized with its own scale. `allowed` says which items may be found: bool [X] for all queries or [B,
     X], or the same as bits, uint8 [..., X / 8], the lowest bit first; k of the allowed items are found, or all if there
@@ -201,7 +202,7 @@ def hindexer_topk(
 
 
 def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
-    """int8 [B, width], and the factor of an integer score, FP32 [B]."""
+    """Returns int8 [B, width], and the factor of an integer score, FP32 [B]."""
     B, H = query_BH.shape
     if not corpus.width - GROUP < H <= corpus.width:
         raise ValueError(f"the queries are {H} wide, the corpus {corpus.width}")
@@ -215,12 +216,13 @@ def _quantized(query_BH: Tensor, corpus: Int8Corpus) -> tuple[Tensor, Tensor]:
 
 
 def _divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded alike on all devices: on CUDA, torch multiplies by the reciprocal of a Python number."""
+    """Returns x / number, rounded alike on all devices: on CUDA, torch multiplies by the reciprocal of a Python
+    number."""
     return x / x.new_full((), number)
 
 
 def _bits(allowed: Tensor, B: int, X: int) -> Tensor:
-    """uint8 [1 or B, bytes]."""
+    """Returns the mask as bits, uint8 [1 or B, bytes]."""
     width = X if allowed.dtype == torch.bool else -(-X // 8)
     if allowed.dtype not in (torch.bool, torch.uint8) or allowed.shape not in ((width,), (B, width)):
         raise ValueError(
@@ -237,7 +239,8 @@ def _bits(allowed: Tensor, B: int, X: int) -> Tensor:
 
 
 def _plain(query: Tensor, scale_B: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> Found:
-    """The definition. Sums of products of bytes are whole numbers below 2^24: exact in FP32, up to a width of 1,040."""
+    """Defines the result. Sums of products of bytes are whole numbers below 2^24: exact in FP32, up to a width of
+    1,040."""
     least = torch.iinfo(torch.int64).min
     key_BK = query.new_full((len(query), 0), least, dtype=torch.int64)
     for start in range(0, corpus.num_items, CHUNK):
@@ -314,7 +317,7 @@ class _Buffers:
         )
 
     def result(self, scale_B: Tensor) -> Found:
-        """The K best of these items."""
+        """Returns the K best of these items."""
         B, K = len(self.count_B), self.scan.K
         found = Found(torch.empty(B, K, dtype=torch.int64), torch.empty(B, K))
         _library().stage1_result(
@@ -331,7 +334,8 @@ def _compiled(
     bits: Tensor | None,
     estimate: bool = True,
 ) -> Found:
-    """Without `estimate`, everything is taken until the buffers are full."""
+    """Finds the items in compiled C. If `estimate` is False, no threshold is estimated first: every item is taken until
+    the buffers are full."""
     blocks, library = len(corpus.blocks), _library()
     level, sample_S = min(library.stage1_level(), _BEST), _sample(blocks, query.device)
     wanted, most = _expected(K, len(sample_S) / blocks)
@@ -361,7 +365,7 @@ def _compiled(
 
 
 def _expected(K: int, share: float) -> tuple[int, int]:
-    """How many of the sampled items the threshold lets pass, and at most about how many of the corpus."""
+    """Returns how many of the sampled items the threshold lets pass, and at most about how many of the corpus."""
     wanted = math.ceil(K * share + DEVIATIONS * math.sqrt(K * share)) + 1
     return wanted, math.ceil((wanted + DEVIATIONS * math.sqrt(wanted)) / share)
 
@@ -377,7 +381,7 @@ def _sample(blocks: int, device: torch.device) -> Tensor:
 
 
 def _joined(parts: Sequence[_Buffers], query: Tensor, corpus: Int8Corpus, K: int, bits: Tensor | None) -> _Buffers:
-    """The items that all threads have found, in the order of the corpus."""
+    """Returns the items that all threads have found, in the order of the corpus."""
     if len(parts) == 1:
         return parts[0]
     counts = torch.stack([part.count_B for part in parts])

@@ -43,7 +43,8 @@ class ItemTower(nn.Module):
         self.features = FeatureEmbeddings(schema.of("item"), dims, dim)
 
     def forward(self, rows: Mapping[str, Tensor], features: Features = NO_FEATURES) -> Embedded:
-        """Rows [V, W] of each table -> [V, D]: with ids alone, the rows of the item table themselves."""
+        """Returns the vectors [V, D] from the rows [V, W] of each table: with ids alone, the rows of the item table
+        themselves."""
         own_VD = self.own_row.maps[0](rows[ITEM])
         if features.item_row_V is not None:
             own_VD = F.embedding(features.item_row_V, own_VD)
@@ -81,8 +82,8 @@ class QueryTower(nn.Module):
         noise: Noise | None = None,
         last: bool = False,
     ) -> Embedded:
-        """[T, D] -> [T, D]: the query at position t has seen positions 0..t of its sequence. With `last`, that of the
-        sequences' last positions alone, [B, D], without noise.
+        """Returns the queries [T, D] of items [T, D]: the query at position t has seen positions 0..t of its sequence.
+        With `last`, that of the sequences' last positions alone, [B, D], without noise.
 
         An event's features are added to its item before the encoder, the user's to the encoder's output, and so is the
         time at which the query is asked, where items have dates. The user's id, where it is a component of its own, is
@@ -106,7 +107,7 @@ class QueryTower(nn.Module):
 
 
 def _place_of_user(schema: Schema) -> int:
-    """The place of the user's id among the users' features."""
+    """Returns the place of the user's id among the users' features."""
     users = schema.of("user")
     if USER_FEATURE in users:
         return users.index(USER_FEATURE)
@@ -120,7 +121,7 @@ def _place_of_user(schema: Schema) -> int:
 
 
 def query_groups(schema: Schema) -> int:
-    """How many groups a query has."""
+    """Returns how many groups a query has."""
     return len(schema.of("user")) + len(schema.of("event")) + bool(schema.unit)
 
 
@@ -162,23 +163,24 @@ class Tower(nn.Module):
     def queries(
         self, item_TD: Tensor, packing: Packing, rows: Mapping[str, Tensor] = NO_ROWS, features: Features = NO_FEATURES
     ) -> Embedded:
-        """The query after the last position of each history, from its items' vectors item_TD: [T, D] -> [B, D]."""
+        """Returns the query after the last position of each history, from its items' vectors item_TD: [T, D] -> [B,
+        D]."""
         return self.query_tower(item_TD, packing, rows, features, last=True)
 
     def query_sides(self, query: Embedded) -> Sides:
-        """Both stages' side of queries, for inference: tuples of tensors [B, ...]."""
+        """Returns both stages' side of queries, for inference: tuples of tensors [B, ...]."""
         number_B = _numbers(query)
         hindexer = None if self.hindexer is None else self.hindexer.query_side(query, number_B)
         return Sides(self.similarity.query_side(query, number_B), hindexer)
 
     def item_sides(self, item: Embedded) -> Sides:
-        """Both stages' side of items, which serving caches: tuples of tensors [V, ...]."""
+        """Returns both stages' side of items, which serving caches: tuples of tensors [V, ...]."""
         number_V = _numbers(item)
         hindexer = None if self.hindexer is None else self.hindexer.item_side(item, number_V)
         return Sides(self.similarity.item_side(item, number_V), hindexer)
 
     def at_positions(self, rows: Mapping[str, Tensor], batch: Batch) -> tuple[Embedded, Embedded]:
-        """The query at each position of a batch that has a target, and its unique items."""
+        """Returns the query at each position of a batch that has a target, and its unique items."""
         items = self.item_tower(rows, batch.features)
         input_TD = _inputs(items, batch.input_T)
         query = self.query_tower(input_TD, batch.packing, rows, batch.features, batch.noise)
@@ -186,7 +188,8 @@ class Tower(nn.Module):
 
     @torch.no_grad()
     def diagnostics(self, rows: Mapping[str, Tensor], batch: Batch, sequences: int = 8) -> dict[str, Tensor]:
-        """The similarity's diagnostics of the first sequences' positions with their targets; none without positions."""
+        """Returns the similarity's diagnostics of the first sequences' positions with their targets; none without
+        positions."""
         lengths_B = batch.packing.lengths_B[:sequences]
         total = int(lengths_B.sum())
         if total == 0:
@@ -202,14 +205,14 @@ class Tower(nn.Module):
         )
 
     def _first(self, features: Features, sequences: int, positions: int) -> Features:
-        """The features of the first sequences and of their positions."""
+        """Returns the features of the first sequences and of their positions."""
         count = {"user": sequences, "event": positions}
         own = [feature for feature in self.schema.features if feature.owner in count]
         return Features(values={f.name: features.values[f.name].first(count[f.owner]) for f in own})
 
 
 def _inputs(items: Embedded, index_T: Tensor) -> Tensor:
-    """The vectors of some items, by place."""
+    """Returns the vectors of some items, by place."""
     if items.vector_RD.is_cuda:
         # A GPU adds a gradient by places in one kernel, and sorts a sparse one.
         return items.vector_RD.index_select(0, index_T)

@@ -70,36 +70,36 @@ class Kind(ABC):
 
     @abstractmethod
     def cell(self, feature: FeatureNumbers, value: Any, row_of: Callable[[Any], int]) -> Any:
-        """The value of a request, None where it is missing. `row_of` finds the row of an id, or the vector of a text,
-        for kinds of texts. Returns a row or a list of rows of the table, or a number or a list of numbers; a kind with
-        parallel numbers, a list for the rows and one more for each of these.
+        """Returns the value of a request, None where it is missing. `row_of` finds the row of an id, or the vector of a
+        text, for kinds of texts. Returns a row or a list of rows of the table, or a number or a list of numbers; a kind
+        with parallel numbers, a list for the rows and one more for each of these.
 
         TypeError or ValueError that begins with what is wrong: "is …; it must be …".
         """
 
     @abstractmethod
     def embed(self, feature: FeatureNumbers, of: Values, row_VW: Tensor | None) -> Tensor:
-        """[R, W], before it is mapped to the model's width: from the rows of the table's unique ids, which `of` indexes
-        (for sparse kinds), or [R, `inputs`], from the numbers. Where a bag's values have no offsets, they are [R, any],
-        with -1 behind each row's ids and 0 behind its parallel numbers."""
+        """Returns the embeddings [R, W], before they are mapped to the model's width: from the rows of the table's
+        unique ids, which `of` indexes (for sparse kinds), or [R, `inputs`], from the numbers. Where a bag's values have
+        no offsets, they are [R, any], with -1 behind each row's ids and 0 behind its parallel numbers."""
 
     def inputs(self, feature: FeatureNumbers) -> int:
-        """Numbers of a row that `embed` returns, for kinds that are not sparse."""
+        """Returns how many numbers of a row `embed` returns, for kinds that are not sparse."""
         return feature.width
 
     def allows(self, name: str, numbers: Any) -> Any:
-        """Whether parallel numbers of this name are what the kind `needs`: for a number, or each of an array or
+        """Returns whether parallel numbers of this name are what the kind `needs`: for a number, or each of an array or
         tensor."""
         return (numbers > -inf) & (numbers < inf)
 
     def shares(self, of: Values) -> Tensor | None:
-        """FP32 [S]: what each row counts in its bag's sum, where the owners of rows pool the bags; None: as much as the
+        """Returns what each row counts in its bag's sum, where the owners of rows pool the bags; None: as much as the
         others, so that the sum is the mean."""
         return None
 
 
 def number_of(value: Any) -> float:
-    """A number of a request. ValueError if it is none, or not finite in FP32."""
+    """Returns a number of a request. ValueError if it is none, or not finite in FP32."""
     from logitmix.common.values import plain
 
     number = plain(value)

@@ -102,7 +102,7 @@ class WeightedIds(Ids):
         )
 
     def shares(self, of: Values) -> Tensor:
-        """Each weight divided by the sum of its bag's, which is FP64: it may be beyond FP32."""
+        """Returns each weight divided by the sum of its bag's, which is FP64: it may be beyond FP32."""
         import torch
 
         weight = of.parallel[WEIGHTS].double()

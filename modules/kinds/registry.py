@@ -26,7 +26,7 @@ KINDS = Registry[Kind](
 
 
 def kind_named(name: str) -> Kind:
-    """ValueError if there is none."""
+    """Returns the kind of a name. ValueError if there is none."""
     if name not in KINDS:
         found = f"kind is {name!r:.80}{nearest(name, list(KINDS))}"
         raise ValueError(f"{found}; it must be one of {', '.join(KINDS)}, or one of a plugin: --import FILE.py")

@@ -69,7 +69,7 @@ class TextEncoder:
 
     @classmethod
     def fit(cls, name: str, texts: Sequence[str]) -> TextEncoder:
-        """For the distinct texts of a dataset. ValueError if there is no encoder of this name."""
+        """Returns the encoder for the distinct texts of a dataset. ValueError if there is no encoder of this name."""
         if name == NGRAMS:
             projection = fit_projection(texts)
             return cls(name, sha256(projection.tobytes()).hexdigest()[:16], projection.shape[1], projection)
@@ -83,7 +83,8 @@ class TextEncoder:
         return cls(name, f"{plugin.name} {plugin.version}")
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [N, W]. ValueError if it is a plugin's that this process lacks, or returns anything else."""
+        """Returns the vectors of texts, float32 [N, W]. ValueError if it is a plugin's that this process lacks, or
+        returns anything else."""
         if self.projection is not None:
             return encode(texts, self.projection)
         found, width = list[np.ndarray](), self.width
@@ -136,14 +137,14 @@ def _ngrams_of_word(word: str) -> list[int]:
 
 
 def ngrams_of(text: str) -> list[int]:
-    """The buckets of a text's n-grams."""
+    """Returns the buckets of a text's n-grams."""
     return [bucket for word in words_of(text) for bucket in _ngrams_of_word(word[:LONGEST_WORD])]
 
 
 def fit_projection(texts: Sequence[str]) -> np.ndarray:
-    """The projection of distinct texts, float32 [BUCKETS, W]: the same for the same texts, up to rounding on another
-    processor. W is WIDTH, or less where the texts differ in fewer directions. Memory is that of a sparse matrix of at
-    most FITTED_CHARACTERS."""
+    """Returns the projection of distinct texts, float32 [BUCKETS, W]: the same for the same texts, up to rounding on
+    another processor. W is WIDTH, or less where the texts differ in fewer directions. Memory is that of a sparse matrix
+    of at most FITTED_CHARACTERS."""
     import torch
 
     texts = texts[:: 1 + sum(map(len, texts)) // FITTED_CHARACTERS]
@@ -175,7 +176,7 @@ def fit_projection(texts: Sequence[str]) -> np.ndarray:
 
 
 def encode(texts: Sequence[str], projection: np.ndarray) -> np.ndarray:
-    """The vectors of texts, float32 [N, W]: of norm 1, or zero for one without a known n-gram."""
+    """Returns the vectors of texts, float32 [N, W]: of norm 1, or zero for one without a known n-gram."""
     import torch
     from torch.nn import functional as F
 

@@ -74,8 +74,8 @@ def blockwise_loss(
     noise: Noise | None,
     pair_dropout: float,
 ) -> Tensor:
-    """Sum of `reduce` over the T positions, each by its weight, FP32 scalar. `noise` applies dropout at the rate
-    `pair_dropout` to what the similarity computes for each pair."""
+    """Returns the sum of `reduce` over the T positions, each by its weight, FP32 scalar. `noise` applies dropout at the
+    rate `pair_dropout` to what the similarity computes for each pair."""
     N = examples.negatives_GN.shape[1]
 
     def dropout_of(row_T: Tensor, first: int, end: int) -> Callable[[Tensor], Tensor] | None:
@@ -110,13 +110,14 @@ def blockwise_loss(
 
 
 def softmax(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: LossConfig | None = None) -> Tensor:
-    """-log softmax of the target among itself and the negatives (section 3.2)."""
+    """Returns -log softmax of the target among itself and the negatives (section 3.2)."""
     negative_TN = negative_TN.masked_fill(hit_TN, -torch.inf)
     return torch.logsumexp(torch.cat([positive_T[:, None], negative_TN], 1), 1) - positive_T
 
 
 def bce(positive_T: Tensor, negative_TN: Tensor, hit_TN: Tensor, config: LossConfig | None = None) -> Tensor:
-    """Binary cross entropy of the target plus the mean over the negatives (the paper's baseline, section 5.1.2)."""
+    """Returns the binary cross entropy of the target plus the mean over the negatives (the paper's baseline, section
+    5.1.2)."""
     valid_TN = (~hit_TN).float()
     negative_T = (F.softplus(negative_TN) * valid_TN).sum(1) / valid_TN.sum(1).clamp(min=1)
     return F.softplus(-positive_T) + negative_T
@@ -209,8 +210,8 @@ class _Blockwise(torch.autograd.Function):
 
 
 def spans(bounds: Sequence[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The groups of `bounds`, cut into spans of `size` positions and what is left: the start, the end and the group of
-    each (int64, on the CPU)."""
+    """Returns the groups of `bounds`, cut into spans of `size` positions and what is left: the start, the end and the
+    group of each (int64, on the CPU)."""
     bound_G = torch.tensor(bounds, dtype=torch.int64)
     count_G = (bound_G.diff() + size - 1) // size
     group = torch.repeat_interleave(torch.arange(len(count_G)), count_G)
@@ -219,11 +220,12 @@ def spans(bounds: Sequence[int], size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def keep_gradients(ctx: Any, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """For a loss whose forward computes the gradients of its tensors, in FP32; none without backward."""
+    """Keeps gradients for a loss whose forward computes the gradients of its tensors, in FP32; none without
+    backward."""
     ctx.save_for_backward(*gradients)
     ctx.dtypes = [tensor.dtype for tensor in tensors]
 
 
 def kept_gradients(ctx: Any, scale: Tensor) -> list[Tensor]:
-    """The gradients times the loss's own gradient. Only once, because they are scaled in place."""
+    """Returns the gradients times the loss's own gradient. Only once, because they are scaled in place."""
     return [gradient.mul_(scale).to(dtype) for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]

@@ -56,7 +56,7 @@ class Similarity(nn.Module, ABC):
         takes of queries."""
 
     def use_features(self, of_query: int, of_item: int) -> None:
-        """Called once, before the weights exist, with the number of features of queries and items: `groups`."""
+        """Tells how many features queries and items have: `groups`. Once, before the weights exist."""
 
     def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
         """Returns `query` of embedded queries."""
@@ -68,14 +68,14 @@ class Similarity(nn.Module, ABC):
 
     @abstractmethod
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        """phi(x, u) of each query with each item, FP32 [T, N]."""
+        """Returns phi(x, u) of each query with each item, FP32 [T, N]."""
 
     @abstractmethod
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        """phi(x, u) of query t with item t, FP32 [T]."""
+        """Returns phi(x, u) of query t with item t, FP32 [T]."""
 
     def candidates(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor:
-        """phi of each query with candidates of its own, FP32 [P], for serving: without gradients.
+        """Returns phi of each query with candidates of its own, FP32 [P], for serving: without gradients.
 
         The candidates of query t are item_P[bounds[t] : bounds[t + 1]], indices into the items. The items' side may be
         stored in any type: it is converted to the query's.
@@ -91,12 +91,12 @@ class Similarity(nn.Module, ABC):
         return score_P
 
     def parts(self, query: Side, item: Side) -> Tensor | None:
-        """The terms of phi(x, u) of query t with item t, where it is a sum over pairs of U components of the query and
-        I of the item, [T, U, I]; None where it is none."""
+        """Returns the terms of phi(x, u) of query t with item t, where it is a sum over pairs of U components of the
+        query and I of the item, [T, U, I]; None where it is none."""
         return None
 
     def pair_parameters(self) -> list[nn.Parameter]:
-        """The parameters that `all_pairs` and `pairs` use."""
+        """Returns the parameters that `all_pairs` and `pairs` use."""
         return []
 
     @property
@@ -105,8 +105,8 @@ class Similarity(nn.Module, ABC):
         return 1
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        """Sum over T positions, by their weights, of -log softmax of the target among itself and its group's negatives,
-        FP32 scalar.
+        """Returns the sum over T positions, by their weights, of -log softmax of the target among itself and its
+        group's negatives, FP32 scalar.
 
         `query` and `item` are the sides of the T queries and of the V unique items. A negative equal to the position's
         target (an accidental hit) does not count. No dropout without noise.
@@ -114,14 +114,14 @@ class Similarity(nn.Module, ABC):
         return blockwise_loss(softmax, self, query, item, examples, noise, self.pair_dropout)
 
     def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether `sampled_softmax` is compiled for the device, a GPU, with products in `dtype`. If not, it runs block
-        by block, in far more launches."""
+        """Returns whether `sampled_softmax` is compiled for the device, a GPU, with products in `dtype`. If not, it
+        runs block by block, in far more launches."""
         return False
 
     def sampled_loss(
         self, reduce: Reduce, query: Side, item: Side, examples: Examples, noise: Noise | None = None
     ) -> Tensor:
-        """Sum over T positions, by their weights, of another loss, which is `reduce` of the scores."""
+        """Returns the sum over T positions, by their weights, of another loss, which is `reduce` of the scores."""
         return blockwise_loss(reduce, self, query, item, examples, noise, self.pair_dropout)
 
     def reset_parameters(self, generator: torch.Generator) -> None:

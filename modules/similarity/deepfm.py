@@ -47,7 +47,7 @@ class DeepFM(Similarity):
             self.item_features = Compressed(self.dim, of_item, self.config.item_components, C, hidden)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Random layers, changed so that products of like groups begin as shares of the dot product."""
+        """Draws random layers, changed so that products of like groups begin as shares of the dot product."""
         super().reset_parameters(generator)
         begin_as_dot_product(self.query_projection, self.item_projection, generator)
         for features in (self.query_features, self.item_features):
@@ -55,12 +55,12 @@ class DeepFM(Similarity):
                 features.compression.reset_parameters()
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Groups [T, U, C]."""
+        """Returns groups [T, U, C]."""
         groups_TUC = self.query_projection(query_TD)
         return (groups_TUC if self.query_features is None else self.query_features(groups_TUC, groups),)
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Groups [N, I, C]."""
+        """Returns groups [N, I, C]."""
         if noise:
             item_ND = noise.dropout(item_ND, self.config.projection_dropout, "deepfm.item", row_N)
         groups_NIC = self.item_projection(item_ND)
@@ -87,10 +87,10 @@ class DeepFM(Similarity):
         return self.hidden.in_features + self.hidden.out_features
 
     def _full(self, side: Side) -> Tensor:
-        """Not in BF16, in which a score of 8 would be off by up to 0.03."""
+        """Returns the groups in FP32, not in BF16, in which a score of 8 would be off by up to 0.03."""
         return side[0].to(self.output.weight.dtype)
 
     def _score(self, products: Tensor, dropout: PairDropout | None) -> Tensor:
-        """phi from the products [..., U I]."""
+        """Returns phi from the products [..., U I]."""
         hidden = F.relu(self.hidden(products))
         return products.sum(-1) + self.output(hidden if dropout is None else dropout(hidden)).squeeze(-1)

@@ -53,8 +53,8 @@ class Dot(Similarity):
 
 
 def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x scaled to length `scale` along the last axis, computed in FP32; zero where x is zero (F.normalize with an eps
-    of 1e-6, in fewer passes over memory and keeping only x for the backward)."""
+    """Returns x scaled to length `scale` along the last axis, computed in FP32; zero where x is zero (F.normalize with
+    an eps of 1e-6, in fewer passes over memory and keeping only x for the backward)."""
     if x.is_cuda and has_triton():
         # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import normalize_triton

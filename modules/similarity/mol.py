@@ -52,7 +52,7 @@ class MoL(Similarity):
         self.item_features: Compressed | None = None
 
     def _make_gates(self, dim: int, hidden: int, M: int) -> tuple[nn.Module, nn.Module, nn.Sequential]:
-        """The MLPs of query, item and logits, drawn in this order."""
+        """Returns the MLPs of query, item and logits, drawn in this order."""
         return (
             _gate(dim, hidden, M, bias=False),
             _gate(dim, hidden, M, bias=False),
@@ -71,7 +71,7 @@ class MoL(Similarity):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Random layers, changed so that the mixture begins nearly as the dot product of query and item, or their
+        """Draws random layers, changed so that the mixture begins nearly as the dot product of query and item, or their
         cosine with L2 norms: a warm start from a dot product's run begins with about its quality.
 
         The products of like components begin as shares of the dot product (`begin_as_dot_product`). The cross gate
@@ -88,7 +88,7 @@ class MoL(Similarity):
                 features.compression.reset_parameters()
 
     def query(self, query_TD: Tensor, row_T: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Components [T, U, C], already divided by tau, and gating weights [T, M]. With a component of the
+        """Returns components [T, U, C], already divided by tau, and gating weights [T, M]. With a component of the
         user's id, its embedding is the last group [T, D]."""
         query_TD = _in_autocast(query_TD)
         components = self.query_projection(query_TD)
@@ -102,7 +102,8 @@ class MoL(Similarity):
         return self._scaled(components, 1 / self.config.temperature), weights
 
     def item(self, item_ND: Tensor, row_N: Tensor, noise: Noise | None = None, groups: Sequence[Tensor] = ()) -> Side:
-        """Components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches them."""
+        """Returns components [N, I, C] and gating weights [N, M]; both depend on the item alone, so serving caches
+        them."""
         dropped_ND = item_ND = _in_autocast(item_ND)
         if noise:
             dropped_ND = noise.dropout(item_ND, self.config.projection_dropout, "mol.item", row_N)
@@ -165,15 +166,16 @@ class MoL(Similarity):
         return has_kernels(*shape, dtype, device)
 
     def gates(self, query: Side, item: Side) -> Tensor:
-        """pi(x, u) of query t with item t, FP32 [T, M]."""
+        """Returns pi(x, u) of query t with item t, FP32 [T, M]."""
         return self._gates(_logits_of_pairs(query, item), query[1], item[1]).float()
 
     def parts(self, query: Side, item: Side) -> Tensor:
-        """pi_ui(x, u) <f_u(u), g_i(x)> / tau of query t with item t, FP32 [T, U, I]."""
+        """Returns pi_ui(x, u) <f_u(u), g_i(x)> / tau of query t with item t, FP32 [T, U, I]."""
         return (self.gates(query, item) * _logits_of_pairs(query, item)).unflatten(1, (query[0].shape[1], -1))
 
     def target_gates(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        """pi(x, u) of each position with its target, FP32 [T, M], after the dropout that they have in the loss."""
+        """Returns pi(x, u) of each position with its target, FP32 [T, M], after the dropout that they have in the
+        loss."""
         gates_TM = self.gates(query, tuple(part.index_select(0, examples.target_T) for part in item))
         if noise is None or self.pair_dropout == 0:
             return gates_TM
@@ -182,7 +184,7 @@ class MoL(Similarity):
         return kept_TM / kept_TM.sum(1, keepdim=True).clamp(min=1e-6)
 
     def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
-        """How evenly the components are used; entropy 1 is even use."""
+        """Returns how evenly the components are used; entropy 1 is even use."""
         gates_TM = self.gates(query, item)
         use_M = gates_TM.mean(0)
         entropy = -(gates_TM * gates_TM.clamp(min=1e-12).log()).sum(1).mean()
@@ -204,7 +206,7 @@ class MoL(Similarity):
         return noise.dropout(x_RD, self.config.gate_input_dropout, site, row_R) if noise else x_RD
 
     def _gates(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
-        """The gates of logits [..., M], a distribution over the M components."""
+        """Returns the gates of logits [..., M], a distribution over the M components."""
         combined = self._combined(logits, query_weights, item_weights)
         with torch.autocast(combined.device.type, enabled=False):
             return F.softmax(combined, dim=-1)
@@ -247,17 +249,17 @@ class JointMoL(MoL):
 
 
 def mixture_of_logits(dim: int, config: MoLConfig) -> MoL:
-    """With the gating that the configuration names."""
+    """Returns the similarity with the gating that the configuration names."""
     return JointMoL(dim, config) if config.gating == "joint" else MoL(dim, config)
 
 
 def _in_autocast(x_RD: Tensor) -> Tensor:
-    """On CUDA in autocast's dtype, so that the layers that take it do not each cast it."""
+    """Returns the vectors on CUDA in autocast's dtype, so that the layers that take it do not each cast it."""
     return x_RD.to(torch.get_autocast_dtype("cuda")) if x_RD.is_cuda and torch.is_autocast_enabled("cuda") else x_RD
 
 
 def _logits_of_pairs(query: Side, item: Side) -> Tensor:
-    """<f_u(u), g_i(x)> / tau of query t with item t [T, M]."""
+    """Returns <f_u(u), g_i(x)> / tau of query t with item t [T, M]."""
     return torch.bmm(query[0], item[0].transpose(1, 2)).flatten(1)
 
 

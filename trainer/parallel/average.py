@@ -38,7 +38,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, steps: int) -> None:
-        """To be called after each step that moved the weights; `steps` counts them."""
+        """Averages the weights. To be called after each step that moved the weights; `steps` counts them."""
         interval = 1 if steps <= EVERY_STEP else INTERVAL
         if steps % interval:
             return

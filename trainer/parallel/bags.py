@@ -64,7 +64,7 @@ class PooledRows:
         device: torch.device,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """What it asks of each rank is added to the lists in `asked`: for each of the rank's shards, ids counted from
+        """Adds what it asks of each rank to the lists in `asked`: for each of the rank's shards, ids counted from
         the shard's first row, the lengths of their bags, and the bits of their shares, if there are any."""
         length_R = bags.offsets.diff()
         self.table, self.weighted, self.bags = table, bags.shares is not None, len(length_R)
@@ -111,11 +111,11 @@ class PooledRows:
         rows[self.table.name].copy_(self.sum_RD.detach() / self.count_R1)
 
     def send_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """The backward up to sending the gradients."""
+        """Does the backward up to sending the gradients."""
         self.split = split_backward(self.sum_RD)
         gradient_RD = gradients[self.table.name] / self.count_R1
         self.gradient_in_flight = torch.autograd.grad(self.sum_RD, [self.split], gradient_RD)
 
     def apply_gradients(self) -> None:
-        """The rest of the backward: receives the gradients and updates the rows."""
+        """Does the rest of the backward: receives the gradients and updates the rows."""
         torch.autograd.backward([self.split], self.gradient_in_flight)

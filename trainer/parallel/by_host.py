@@ -26,7 +26,7 @@ def plan_by_host(
     per_host: int,
     kind: str,
 ) -> dict[str, ParameterSharding]:
-    """The places of these tables, of `sizes` bytes, with the `shardings` table_row_wise and grid, on `hosts` of
+    """Returns the places of these tables, of `sizes` bytes, with the `shardings` table_row_wise and grid, on `hosts` of
     `per_host` ranks each. A table_row_wise table takes the host that holds the fewest bytes of such tables, the largest
     first. ValueError for tables with too few rows or columns."""
     plans: dict[str, ParameterSharding] = {}

@@ -55,8 +55,8 @@ class DetachedLookup:
             self.peers.send([*self._gradients()])
 
     def squares(self) -> Tensor:
-        """The sum of squares of the rows' gradients; the gradients of a row that was asked for several times are summed
-        first. Zero in all groups but the first, which have the same rows."""
+        """Returns the sum of squares of the rows' gradients; the gradients of a row that was asked for several times
+        are summed first. Zero in all groups but the first, which have the same rows."""
         total = torch.zeros((), dtype=torch.float64, device=self.leaf.device)
         features, gradients = self.peers.receive() if self.peers else (self.features, self._gradients())
         if self.peers and self.peers.peers.rank():
@@ -71,7 +71,7 @@ class DetachedLookup:
         return total
 
     def update(self, scale: Tensor | None) -> None:
-        """The rest of the backward, which updates the rows by the gradients times `scale`."""
+        """Does the rest of the backward, which updates the rows by the gradients times `scale`."""
         features, output, gradient = self.features, self.output, self._gradient
         step, finite, adam = self.optimizers.steps, self.optimizers.finite, fused_adam(self.kernel)
         if self.peers:
@@ -94,7 +94,7 @@ class DetachedLookup:
         torch.autograd.backward([output], [gradient])
 
     def _gradients(self) -> Iterable[Tensor]:
-        """The gradients of each feature's ids [S, C], feature by feature."""
+        """Returns the gradients of each feature's ids [S, C], feature by feature."""
         if isinstance(self.kernel, BaseBatchedEmbedding):
             return self._gradient.split(self.features.length_per_key())
         tables = self.kernel.config.embedding_tables
@@ -127,7 +127,7 @@ class DetachedLookups:
                     kernel.register_forward_hook(cast(Any, self._cut))
 
     def pop(self) -> list[DetachedLookup]:
-        """The cut lookups since the last call."""
+        """Returns the cut lookups since the last call."""
         cuts, self._cuts = self._cuts, []
         return cuts
 
@@ -155,5 +155,5 @@ class DetachedLookups:
 
 
 def clip_scale(norm: Tensor, clip: float) -> Tensor:
-    """The factor for gradients of this norm, as in torch.nn.utils.clip_grad_norm_."""
+    """Returns the factor for gradients of this norm, as in torch.nn.utils.clip_grad_norm_."""
     return (clip / (norm + 1e-6)).clamp(max=1.0)

@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     cast: bool
 
     def of(self, flat_P: Tensor) -> Tensor:
-        """A view, made by one operation, as there are many in a step."""
+        """Returns a view, made by one operation, as there are many in a step."""
         return flat_P.as_strided(self.shape, self.strides, self.start)
 
 
@@ -98,7 +98,7 @@ class FlatLosses(nn.Module):
                 parameters[name] = weight
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of all weights, on this rank."""
+        """Computes the gradients of all weights on this rank."""
         loss.backward(self._ranks)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             weight.grad = gradient
@@ -113,7 +113,7 @@ class FlatLosses(nn.Module):
             self._pending.append((dist.all_reduce(sent, group=self.group, async_op=True), sent))
 
     def gradient(self) -> Tensor:
-        """The gradient [P], the mean of the ranks'."""
+        """Returns the gradient [P], the mean of the ranks'."""
         while self._pending:
             work, summed = self._pending.pop()
             work.wait()
@@ -122,8 +122,8 @@ class FlatLosses(nn.Module):
         return self.gradient_P
 
     def check(self) -> Tensor:
-        """Whether the loss and all gradients of all ranks are finite, a bool scalar on the device: the same on every
-        rank. Fills `checks`."""
+        """Returns whether the loss and all gradients of all ranks are finite, a bool scalar on the device: the same on
+        every rank. Fills `checks`."""
         torch.linalg.vector_norm(self.gradient(), out=self.checks[0])
         return torch.sum(self.checks[:-1], 0, out=self.checks[-1]) < inf
 
@@ -150,7 +150,7 @@ def _parts(losses: SampledLosses) -> list[_Part]:
 
 
 def _places(losses: SampledLosses, weights: Sequence[Tensor]) -> list[list[tuple[dict[str, Any], str]]]:
-    """Of each weight, the modules' parameters that it is one of, and its name there."""
+    """Returns for each weight the modules' parameters that it is one of, and its name there."""
     found: dict[int, list[tuple[dict[str, Any], str]]] = {id(weight): [] for weight in weights}
     for module in losses.modules():
         for name, weight in module._parameters.items():

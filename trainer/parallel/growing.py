@@ -37,7 +37,7 @@ class GrowingTable:
         """Those whose batches have been placed."""
 
     def find(self, id_U: Tensor) -> Tensor:
-        """The rows [U] of ids, the unknown one for values without a row: int64, on the CPU."""
+        """Returns the rows [U] of ids, the unknown one for values without a row: int64, on the CPU."""
 
         def place(id_U: Ints) -> Placed:
             return Placed(self.map.find(id_U), np.empty(0, np.int64), np.empty(0, np.int64))
@@ -45,8 +45,8 @@ class GrowingTable:
         return torch.from_numpy(self._ask(id_U, place).row)
 
     def advance(self, id_U: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows [U] of the ids of this rank's part of the batch of a step, counted from 1; and of all ranks the
-        values that have got a row, their rows and ids [N]. A step that has been placed changes nothing, such as the
+        """Returns the rows [U] of the ids of this rank's part of the batch of a step, counted from 1; and of all ranks
+        the values that have got a row, their rows and ids [N]. A step that has been placed changes nothing, such as the
         first one after a restart."""
         if step <= self.steps:
             none = torch.empty(0, dtype=torch.int64)
@@ -57,7 +57,7 @@ class GrowingTable:
         return row_U, new_row, new_id
 
     def _ask(self, id_U: Tensor, place: Callable[[Ints], Placed]) -> Placed:
-        """What all owners of buckets answer: the rows of these ids, and all values that have got a row."""
+        """Returns what all owners of buckets answer: the rows of these ids, and all values that have got a row."""
         ids = id_U.numpy()
         known = np.flatnonzero(ids)
         owner = np.searchsorted(self.ends, self.map.layout.bucket(ids[known]), side="right")
@@ -81,7 +81,7 @@ class GrowingTable:
                 getattr(mine, name)[:] = getattr(all_of, name)[slice(*self.part)]
 
     def state(self) -> dict[str, Ints]:
-        """What training alone needs, by name, int64 [B, K] each, by reference."""
+        """Returns what training alone needs, by name, int64 [B, K] each, by reference."""
         rows, waiting = self.map.rows, self.map.candidates
         state = {"last": rows.last, "count": rows.count}
         if waiting:
@@ -90,8 +90,8 @@ class GrowingTable:
 
 
 def with_rows(batch: Batch, schema: Schema, rows: Mapping[str, Tensor]) -> Batch:
-    """The batch with rows in place of the ids of some tables: `rows` are those of its ids, by table:
-    [U], or of bags [S]."""
+    """Returns the batch with rows in place of the ids of some tables: `rows` are those of its ids, by table: [U], or of
+    bags [S]."""
     ids, values = dict(batch.ids), dict(batch.features.values)
     for table, row_U in rows.items():
         of_table = ids[table]
@@ -108,5 +108,6 @@ def with_rows(batch: Batch, schema: Schema, rows: Mapping[str, Tensor]) -> Batch
 
 
 def unique_ids(of_table: Tensor | Bags) -> tuple[Tensor, Tensor | None]:
-    """The sorted unique ids [U] of a table that a batch names; and of bags, the place of each id [S] among them."""
+    """Returns the sorted unique ids [U] of a table that a batch names; and of bags, the place of each id [S] among
+    them."""
     return of_table.values.unique(return_inverse=True) if isinstance(of_table, Bags) else (of_table, None)

@@ -32,7 +32,7 @@ class AskedIds(NamedTuple):
         return [sum(of_rank) for of_rank in self.counts]
 
     def lookup(self, names: Sequence[str]) -> KeyedJaggedTensor:
-        """A lookup's input, whose features are the lists, with as many bags for each rank."""
+        """Returns a lookup's input, whose features are the lists, with as many bags for each rank."""
         W, F = len(self.counts), len(names)
         count_FW = torch.tensor(self.counts, dtype=torch.int64).view(W, F).t()
         largest = int(count_FW.max()) if F else 0
@@ -107,12 +107,12 @@ class IdExchange:
         self._received = [from_rank.split(of_rank) for from_rank, of_rank in pairs]
 
     def of(self, lists: range) -> AskedIds:
-        """Some of this rank's lists, after `wait`."""
+        """Returns some of this rank's lists, after `wait`."""
         values = self.joined(lists, range(self.group.size()))
         return AskedIds(values, [of_rank[lists.start : lists.stop] for of_rank in self.counts])
 
     def joined(self, lists: Sequence[int], ranks: Sequence[int]) -> Tensor:
-        """Some of this rank's lists one after the other, each as the ranks sent it, in this order."""
+        """Returns some of this rank's lists one after the other, each as the ranks sent it, in this order."""
         chosen = [self._received[rank][number] for number in lists for rank in ranks]
         if len(chosen) == 1:
             return chosen[0]

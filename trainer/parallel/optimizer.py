@@ -97,7 +97,7 @@ ADAM = Adam()
 
 
 def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel:
-    """`device`: cpu or cuda."""
+    """Returns how a table is looked up and trained on a device, cpu or cuda."""
     if settings.optimizer not in _CLASSES or (settings.optimizer == "adam" and device == "cpu"):
         return EmbeddingComputeKernel.DENSE
     cached = settings.cache_load_factor < 1
@@ -105,7 +105,7 @@ def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel
 
 
 def state_per_row(settings: TableSettings, dim: int) -> int:
-    """FP32 numbers that the optimizer keeps for a row."""
+    """Returns how many FP32 numbers the optimizer keeps for a row."""
     fused = {"rowwise_adagrad": 1, "sgd": 0}
     if settings.optimizer in fused:
         return fused[settings.optimizer]
@@ -143,8 +143,8 @@ def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optim
 
 
 def bytes_per_weight(config: DenseConfig, averaged: bool) -> int:
-    """Of the dense part: the weight, its gradient, the optimizer's state and, if it is averaged, the moving average, in
-    FP32."""
+    """Returns the bytes of the dense part for each weight: the weight, its gradient, the optimizer's state and, if it
+    is averaged, the moving average, in FP32."""
     moments = 0 if config.optimizer == "sgd" else len(ADAM.states)
     return 4 * (2 + moments + averaged)
 
@@ -159,7 +159,7 @@ class TableOptimizers:
     """On CUDA, a bool scalar of the device: whether the step moves rows. None: it does."""
 
     def __init__(self, collections: Iterable[ShardedCollection], config: TablesConfig) -> None:
-        """The collections are sharded with `table_kernel` and `set_fused_optimizer`."""
+        """Takes collections that are sharded with `table_kernel` and `set_fused_optimizer`."""
         self.config, self.steps = config, 0
         self.first_rows: list[Tensor] = []
         """The first row of each shard that FBGEMM's Adam trains, and what is kept of it, by reference."""
@@ -182,8 +182,8 @@ class TableOptimizers:
                         self.first_rows += [memory.data[0] for memory in (row, *states) if len(memory)]
 
     def begin_step(self, rate: float, finite: Tensor | None = None) -> None:
-        """Call before the gradients of a step are applied: each learning rate is `rate` times the configured one, and
-        no row moves if `finite`, a bool scalar on the device, is False."""
+        """Begins a step. To be called before the gradients of a step are applied: each learning rate is `rate` times
+        the configured one, and no row moves if `finite`, a bool scalar on the device, is False."""
         self.steps, self.finite = self.steps + 1, finite
         for touched in self.touched.values():
             touched.begin_step(rate, self.steps, finite)
@@ -197,7 +197,7 @@ class TableOptimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Sharded state by table, by reference: loading into its tensors in place takes effect."""
+        """Returns the sharded state by table, by reference: loading into its tensors in place takes effect."""
         state = {name: touched.state_dict() for name, touched in self.touched.items()}
         for optimizer in self.fused:
             state |= {table_name(key): of_table for key, of_table in optimizer.state_dict()["state"].items()}
@@ -215,12 +215,13 @@ class TableOptimizers:
 
 
 def table_name(key: str) -> str:
-    """The table of a name in a state dict, such as "embeddings.table_TABLE.weight"."""
+    """Returns the table of a name in a state dict, such as "embeddings.table_TABLE.weight"."""
     return own_name(key.split(".")[-2])
 
 
 def with_shards(whole: ShardedTensor, held: Sequence[Tensor]) -> ShardedTensor:
-    """An FP32 tensor that is sharded as `whole` is; this rank holds `held`, in the order of its local shards."""
+    """Returns an FP32 tensor that is sharded as `whole` is; this rank holds `held`, in the order of its local
+    shards."""
     shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(held, whole.local_shards(), strict=True)]
     metadata = whole.metadata()
     # The whole may be in FP16.
@@ -329,7 +330,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def bags_by_feature(features: KeyedJaggedTensor) -> Iterable[tuple[Tensor, Tensor | None]]:
-    """The lengths [R] of each feature's bags, and the ids' shares of the bags' sums [S], if they have any."""
+    """Returns the lengths [R] of each feature's bags, and the ids' shares of the bags' sums [S], if they have any."""
     counts = features.length_per_key()
     lengths = features.lengths().long().view(len(counts), -1)
     shares = features.weights_or_none()
@@ -337,7 +338,7 @@ def bags_by_feature(features: KeyedJaggedTensor) -> Iterable[tuple[Tensor, Tenso
 
 
 def of_each_id(gradient_RC: Tensor, S: int, lengths_R: Tensor, shares_S: Tensor | None) -> Tensor:
-    """The gradients of the rows in bags [S, C], from those of the bags' sums."""
+    """Returns the gradients of the rows in bags [S, C], from those of the bags' sums."""
     gradient_SC = gradient_RC.repeat_interleave(lengths_R, dim=0, output_size=S)
     return gradient_SC if shares_S is None else gradient_SC * shares_S.unsqueeze(1)
 
@@ -361,7 +362,7 @@ def fused_adam(kernel: nn.Module) -> Any:
 
 
 def kernels(collection: ShardedCollection) -> Iterator[nn.Module]:
-    """The modules of a sharded collection's lookups, TorchRec's kernels among them."""
+    """Returns the modules of a sharded collection's lookups, TorchRec's kernels among them."""
     # The lookups are not among the module's children.
     for lookup in collection._lookups:
         yield from lookup.modules()

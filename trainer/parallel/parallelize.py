@@ -77,9 +77,9 @@ class ParallelModel:
         return self.replicated.losses.tower
 
     def placed(self, batch: Batch, step: int) -> Batch:
-        """The batch of a step, counted from 1, with rows in place of the ids of `growing` tables. Rows that another
-        value has got start anew. To be called for one step after the other, and before the rows of this one are sent;
-        those of the step before may be on their way. Collective."""
+        """Returns the batch of a step, counted from 1, with rows in place of the ids of `growing` tables. Rows that
+        another value has got start anew. To be called for one step after the other, and before the rows of this one are
+        sent; those of the step before may be on their way. Collective."""
         rows = {}
         for name, table in self.growing.items():
             id_U, place_S = unique_ids(batch.ids[name])
@@ -123,7 +123,7 @@ class ParallelModel:
         return RowExchange(self.tables, self.pooled, ids, self.replicas.group, ranks.device, self.stream, self.cuts)
 
     def to_device(self, batch: Batch) -> Batch:
-        """The batch, for use once its rows are sent."""
+        """Returns the batch, for use once its rows are sent."""
         with torch.cuda.stream(self.stream):
             moved = batch.to(self.ranks.device)
         if self.stream:
@@ -131,7 +131,7 @@ class ParallelModel:
         return moved
 
     def loss(self, rows: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """The tower's losses, from the rows [V, D] of each table; autocast as configured."""
+        """Returns the tower's losses, from the rows [V, D] of each table; autocast as configured."""
         if not self.tower.training:  # after an evaluation
             self.tower.train()
         with autocast(self.train.precision, self.ranks.device):
@@ -139,8 +139,9 @@ class ParallelModel:
             return losses
 
     def backward(self, loss: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Gradients of the rows, and of the tower, whose sum over the ranks begins: `tower_gradients` has it. It is
-        computed as a mean, and so are the rows', hence a factor of the number of ranks."""
+        """Computes the gradients of the rows and of the tower, and begins the tower's sum over the ranks, which
+        `tower_gradients` waits for. It is computed as a mean, and so are the rows', hence a factor of the number of
+        ranks."""
         self.replicated.backward(loss)
         self.replicated.share(loss, rows.values())
 
@@ -154,20 +155,20 @@ class ParallelModel:
         return [*(each.module for each in self.tables), *(each.module for each in self.pooled)]
 
     def shards(self) -> dict[str, ShardedTensor]:
-        """The tables in training by name, with this rank's shards; by reference. What a GPU has cached of tables in the
-        host's memory is first written back."""
+        """Returns the tables in training by name, with this rank's shards; by reference. What a GPU has cached of
+        tables in the host's memory is first written back."""
         states = [module.state_dict() for module in self._modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 
     def forget_cached_rows(self) -> None:
-        """Call when the tensors of `shards` were written: of tables in the host's memory, a GPU may still have cached
-        what was there before."""
+        """Drops what GPUs have cached. To be called when the tensors of `shards` were written: of tables in the host's
+        memory, a GPU may still have cached what was there before."""
         for lookup in (lookup for module in self._modules for lookup in module._lookups):
             lookup.purge()
 
     def evaluated(self) -> tuple[Tower, dict[str, ShardedRows]]:
-        """What is evaluated: the tower, and the tables' rows, to be fetched in FP32 without the codec. Their moving
-        averages, if there are any."""
+        """Returns what is evaluated: the tower, and the tables' rows, to be fetched in FP32 without the codec. Their
+        moving averages, if there are any."""
         tower, tables = (self.average.tower, self.average.tables) if self.average else (self.tower, self.shards())
         row_of = {name: table.find for name, table in self.growing.items()}
         return tower, {
@@ -256,14 +257,15 @@ def parallelize(
 def unsharded(
     schema: Schema, model: ModelConfig, rules: TableRules, device: torch.device
 ) -> tuple[RetrievalModel, list[EmbeddingTable]]:
-    """The model on the meta device, and its tables. Raises ValueError for settings that the device does not support."""
+    """Returns the model on the meta device, and its tables. Raises ValueError for settings that the device does not
+    support."""
     embedded = embedding_tables(schema, rules, device)
     with torch.device("meta"):
         return RetrievalModel(embedded, schema, model), embedded
 
 
 def embedding_tables(schema: Schema, rules: TableRules, device: torch.device) -> list[EmbeddingTable]:
-    """The tables of a model's schema with their configured precisions.
+    """Returns the tables of a model's schema with their configured precisions.
 
     Raises ValueError for settings that the device does not support.
     """
@@ -353,7 +355,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Whether the device has BF16 arithmetic: true for GPUs; a CPU without it takes several times as long as in
+    """Returns whether the device has BF16 arithmetic: true for GPUs; a CPU without it takes several times as long as in
     FP32."""
     return device.type != "cpu" or bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
@@ -371,18 +373,18 @@ def _initialize(tables: Mapping[str, ShardedTensor], settings: TablesConfig, see
 
 
 def _initial_rows(name: str, settings: TablesConfig, seed: int, id_R: Tensor, column_C: Tensor) -> Tensor:
-    """What the rows of some ids of a table start from, FP32 [R, C]."""
+    """Returns what the rows of some ids of a table start from, FP32 [R, C]."""
     return truncated_normal(derive_key("table", name, seed), id_R, column_C, settings.of(name).init_std)
 
 
 def _columns(shard: Shard) -> Tensor:
-    """The columns [C] of a table that a shard has."""
+    """Returns the columns [C] of a table that a shard has."""
     first, count = shard.metadata.shard_offsets[1], shard.metadata.shard_sizes[1]
     return torch.arange(first, first + count, device=shard.tensor.device)
 
 
 def _parts_of(sharded: ShardedTensor, row_N: Tensor, id_N: Tensor) -> Iterator[tuple[Shard, Tensor, Tensor]]:
-    """This rank's shards with those of the rows that they have, by place in the shard, and the rows' ids."""
+    """Yields this rank's shards with those of the rows that they have, by place in the shard, and the rows' ids."""
     for shard in sharded.local_shards():
         place_N = row_N - shard.metadata.shard_offsets[0]
         there = (place_N >= 0) & (place_N < shard.metadata.shard_sizes[0])

@@ -59,7 +59,7 @@ class TablePlan:
     """Bytes of host memory, of all ranks together, that know which value has which row."""
 
     def held(self, shard: ShardPlace) -> "Held":
-        """What the owner of a shard holds of the table."""
+        """Returns what the owner of a shard holds of the table."""
         whole = self.bytes * shard.rows * shard.columns // (self.rows * self.dim)
         if self.cache_load_factor == 1 or not shard.rows:
             return Held(whole, 0)
@@ -96,13 +96,13 @@ class Devices:
     """Memory of a host with GPUs, where it is known."""
 
     def of_group(self, tables: TablesConfig) -> "Devices":
-        """Those that hold all tables together. ValueError where the groups would not be equal."""
+        """Returns the devices that hold all tables together. ValueError where the groups would not be equal."""
         size = tables.ranks_of_group(self.world_size)
         return replace(self, world_size=size, per_host=math.gcd(size, self.per_host))
 
     @staticmethod
     def of(ranks: Ranks) -> "Devices":
-        """Those of a job."""
+        """Returns the devices of a job."""
         per_host = get_local_size(ranks.world_size)
         if ranks.device.type == "cpu":
             return Devices(ranks.world_size, per_host, "cpu")
@@ -128,8 +128,8 @@ class TableRules:
 def plan_tables(
     tables: Sequence[EmbeddingTable], rules: TableRules, devices: Devices, group: dist.ProcessGroup | None = None
 ) -> Plans:
-    """The planner's choice within the configuration's limits, for the ranks of one group of tables.group_size, which
-    are numbered from 0. With a process group, collective: rank 0's choice, on all ranks. Raises ValueError if the
+    """Returns the planner's choice within the configuration's limits, for the ranks of one group of tables.group_size,
+    which are numbered from 0. With a process group, collective: rank 0's choice, on all ranks. Raises ValueError if the
     devices have no room.
     """
     settings, job, devices = rules.settings, devices, devices.of_group(rules.settings)
@@ -201,8 +201,8 @@ _UNLIMITED = 2**60
 
 
 def placed(plans: Plans, first_rank: int, per_host: int) -> Plans:
-    """The plans of a group whose first rank is this one: TorchRec's places of shards have the ranks of the whole job,
-    its lists of ranks those of the group."""
+    """Returns the plans of a group whose first rank is this one: TorchRec's places of shards have the ranks of the
+    whole job, its lists of ranks those of the group."""
     moved = copy.deepcopy(dict(plans))
     for plan in moved.values():
         for shard in cast(Any, plan.sharding_spec).shards:
@@ -213,7 +213,7 @@ def placed(plans: Plans, first_rank: int, per_host: int) -> Plans:
 
 
 def _require_room(tables: Sequence[EmbeddingTable], rules: TableRules, devices: Devices) -> None:
-    """ValueError if the devices have no room for the tables however they are cut."""
+    """Raises ValueError if the devices have no room for the tables however they are cut."""
     if devices.bytes is None:
         return
     sizes = {table.name: _whole(table, rules).device for table in tables}
@@ -230,7 +230,8 @@ def _require_room(tables: Sequence[EmbeddingTable], rules: TableRules, devices: 
 
 
 def _fitting(table: EmbeddingTable, rules: TableRules, missing: int) -> str:
-    """The share of the table's rows that GPUs may cache where they have no room for the rows; `missing` is negative."""
+    """Returns the share of the table's rows that GPUs may cache where they have no room for the rows; `missing` is
+    negative."""
     settings = rules.of(table.name)
     plugin = settings.optimizer in TABLE_OPTIMIZERS.plugins
     # As parallelize.py refuses them.
@@ -252,7 +253,7 @@ _RESERVED = 0.15
 
 
 def describe(plans: Plans, tables: Sequence[EmbeddingTable], rules: TableRules) -> dict[str, TablePlan]:
-    """The plans by table, as TablePlans."""
+    """Returns the plans by table, as TablePlans."""
     return {table.name: _describe(plans[table.name], table, rules) for table in tables}
 
 
@@ -278,14 +279,14 @@ def _of(table: EmbeddingTable, rules: TableRules, sharding: str, shards: tuple[S
 
 
 def _whole(table: EmbeddingTable, rules: TableRules) -> Held:
-    """What a rank would hold that had the table to itself."""
+    """Returns what a rank would hold that had the table to itself."""
     whole = ShardPlace(0, 0, table.rows, 0, table.dim)
     return _of(table, rules, "table_wise", (whole,)).held(whole)
 
 
 def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[Held]:
-    """Bytes of rows, their optimizers' state and their moving averages that each rank holds, with the caches of rows
-    that are in the host's memory."""
+    """Returns the bytes of rows, their optimizers' state and their moving averages that each rank holds, with the
+    caches of rows that are in the host's memory."""
     held = [Held(0, 0)] * world_size
     for table in plan.values():
         for shard in table.shards:
@@ -295,12 +296,12 @@ def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[Held]:
 
 
 def with_plan(block: Mapping[str, str], plan: Mapping[str, TablePlan]) -> str:
-    """A line for each name of the block, and one for each table."""
+    """Returns a line for each name of the block, and one for each table."""
     return "\n".join([*(f"{name:<10}  {said}" for name, said in block.items()), plan_summary(plan)])
 
 
 def plan_summary(plan: Mapping[str, TablePlan]) -> str:
-    """A line for each table."""
+    """Returns a line for each table."""
     lines = []
     width = max(len(name) for name in plan)
     for name, table in plan.items():
@@ -319,7 +320,7 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
 
 
 def binary_size(count: int) -> str:
-    """Bytes in KiB, MiB, GiB or TiB."""
+    """Returns a number of bytes in KiB, MiB, GiB or TiB."""
     unit, name = next((of for of in _UNITS if count >= of[0]), _UNITS[-1])
     return f"{count / unit:,.1f} {name}"
 
@@ -365,7 +366,8 @@ def _sharding_types(table: EmbeddingTable, settings: TableSettings, large: bool,
 
 
 def _columns_per_rank(dim: int, world_size: int) -> int:
-    """Width of a column-wise shard: at least dim / ranks, a divisor of dim, and a multiple of 4 for FBGEMM."""
+    """Returns the width of a column-wise shard: at least dim / ranks, a divisor of dim, and a multiple of 4 for
+    FBGEMM."""
     return next(width for width in range(4, dim + 1, 4) if dim % width == 0 and width * world_size >= dim)
 
 

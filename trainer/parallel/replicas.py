@@ -37,7 +37,7 @@ class Replicas:
 
     @classmethod
     def of(cls, ranks: Ranks, size: int, timeout_seconds: int) -> "Replicas":
-        """Groups of `size` consecutive ranks. Collective."""
+        """Makes groups of `size` consecutive ranks. Collective."""
         count = ranks.world_size // size
         if count == 1:
             return cls(ranks.group, None, 0)
@@ -52,15 +52,15 @@ class Replicas:
 
 
 def by_host(ranks: Ranks, size: int, per_host: int, timeout_seconds: int) -> list[dist.ProcessGroup]:
-    """For tables that groups of `size` ranks divide by hosts of `per_host`: the ranks of this one's host, and those of
-    its group with its number in their hosts. TorchRec would take both from the whole job. Collective."""
+    """Returns, for tables that groups of `size` ranks divide by hosts of `per_host`, the ranks of this one's host, and
+    those of its group with its number in their hosts. TorchRec would take both from the whole job. Collective."""
     hosts = np.arange(ranks.world_size).reshape(-1, size // per_host, per_host)
     across = hosts.transpose(0, 2, 1).reshape(-1, size // per_host)
     return [_own(of, ranks, timeout_seconds) for of in (hosts.reshape(-1, per_host), across)]
 
 
 def _own(groups: np.ndarray, ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
-    """That with this rank among some groups [groups, ranks], which together are all ranks."""
+    """Returns the group with this rank among some groups [groups, ranks], which together are all ranks."""
     made = {tuple(members): dist.new_group(members) for members in groups.tolist()}
     (own,) = (group for members, group in made.items() if ranks.rank in members)
     limit_waiting(own, ranks.device, timeout_seconds)
@@ -106,8 +106,8 @@ class PeerGradients:
         self.exchange.send_gradients(torch.cat([of.flatten() for of in gradients]))
 
     def receive(self) -> tuple[KeyedJaggedTensor, list[Tensor]]:
-        """The ids of all groups, each a bag by itself where the lookup adds up bags, and the gradients [S, C] of each
-        feature's, divided by the number of groups."""
+        """Returns the ids of all groups, each a bag by itself where the lookup adds up bags, and the gradients [S, C]
+        of each feature's, divided by the number of groups."""
         if self._received is None:
             self._received = self._receive()
         return self._received

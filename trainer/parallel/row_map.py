@@ -40,11 +40,11 @@ class Layout:
         return -(-self.capacity // self.buckets)
 
     def bucket(self, id_U: Ints) -> Ints:
-        """The buckets of ids above 0."""
+        """Returns the buckets of ids above 0."""
         return (id_U - 1) % self.buckets
 
     def first_row(self, bucket: Ints) -> Ints:
-        """The first row of each bucket; that of `buckets` is one behind the last row."""
+        """Returns the first row of each bucket; that of `buckets` is one behind the last row."""
         least, longer = divmod(self.capacity, self.buckets)
         return 1 + bucket * least + np.minimum(bucket, longer)
 
@@ -73,7 +73,7 @@ class Slots:
         self.last, self.count = np.zeros_like(self.id), np.zeros_like(self.id)
 
     def find(self, bucket_U: Ints, id_U: Ints) -> Ints:
-        """The place of each id in its bucket, or -1."""
+        """Returns the place of each id in its bucket, or -1."""
         found_UK = self.id[bucket_U] == id_U[:, None]
         return np.where(found_UK.any(1), found_UK.argmax(1), -1)
 
@@ -118,7 +118,7 @@ class Slots:
 
 
 def _place_in_run(bucket_N: Ints) -> Ints:
-    """The place of each of sorted numbers among its equals."""
+    """Returns the place of each of sorted numbers among its equals."""
     return np.arange(len(bucket_N)) - np.searchsorted(bucket_N, bucket_N)
 
 
@@ -154,7 +154,7 @@ class RowMap:
             self.candidates.fill(self.layout.bucket(candidates.id), candidates, frequency=False)
 
     def find(self, id_U: Ints) -> Ints:
-        """The rows of ids; 0 for those that have none."""
+        """Returns the rows of ids; 0 for those that have none."""
         row_U = np.zeros_like(id_U)
         known = np.flatnonzero(id_U)
         bucket_N = self.layout.bucket(id_U[known]) - self.start
@@ -162,9 +162,9 @@ class RowMap:
         return row_U
 
     def advance(self, id_U: Ints, step: int) -> Placed:
-        """The rows of the ids that a step names, unique and sorted. A value gets a row in the `admit_after`-th step
-        that names it, and another one loses its row to it if there is none left; but not one that this step or the one
-        before names, because its gradients are on their way."""
+        """Returns the rows of the ids that a step names, unique and sorted. A value gets a row in the `admit_after`-th
+        step that names it, and another one loses its row to it if there is none left; but not one that this step or the
+        one before names, because its gradients are on their way."""
         known = np.flatnonzero(id_U)
         id_N, bucket_N = id_U[known], self.layout.bucket(id_U[known]) - self.start
         place_N = self.rows.find(bucket_N, id_N)
@@ -183,11 +183,12 @@ class RowMap:
         return Placed(row_U, row_U[known[new]], id_N[new])
 
     def _rows_at(self, bucket_N: Ints, place_N: Ints) -> Ints:
-        """The rows at places of buckets held here; 0 for place -1."""
+        """Returns the rows at places of buckets held here; 0 for place -1."""
         return np.where(place_N >= 0, self.layout.first_row(bucket_N + self.start) + place_N, 0)
 
     def _sightings(self, bucket_M: Ints, id_M: Ints, step: int) -> Ints:
-        """How many steps have named each of these ids, with this one; those that there is no room to count have 1."""
+        """Returns how many steps have named each of these ids, with this one; those that there is no room to count have
+        1."""
         if self.candidates is None:
             return np.ones_like(id_M)
         place_M = self.candidates.find(bucket_M, id_M)

@@ -87,7 +87,7 @@ class ShardedTables:
         return next(iter(self.cuts.values())).shape[1] - 1
 
     def slices(self, ids: Mapping[str, Tensor]) -> list[dict[str, list[slice]]]:
-        """For each part and table, the range of each owner's ids among the table's sorted ids [V]."""
+        """Returns for each part and table the range of each owner's ids among the table's sorted ids [V]."""
         bounds = {name: torch.searchsorted(ids[name], cuts).tolist() for name, cuts in self.cuts.items()}
         return [
             {name: [slice(of[part], of[part + 1]) for of in owners] for name, owners in bounds.items()}
@@ -158,7 +158,7 @@ class RowExchange:
         self.rows_sent = True
 
     def wait(self) -> dict[str, Tensor]:
-        """The rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
+        """Returns the rows [V, D] of each table, leaves: the graph is cut where model parallelism ends."""
         for each in self._all():
             each.wait(self.rows)
         for leaf_VD in self.rows.values():
@@ -175,7 +175,7 @@ class RowExchange:
             each.send_gradients(gradients)
 
     def receive_gradients(self) -> Tensor:
-        """With `cuts`: waits for the gradients of all ranks, without an update; returns the sum of squares of the
+        """Waits, with `cuts`, for the gradients of all ranks, without an update; returns the sum of squares of the
         gradients of this rank's own rows, FP64 scalar. The ranks' sum has each row once."""
         for number in range(len(self.parts)):
             self._receive_part(number)
@@ -276,7 +276,7 @@ class _Part:
                 rows[piece.table][piece.rows, piece.columns] = part_PD
 
     def send_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """The backward up to sending the gradients."""
+        """Does the backward up to sending the gradients."""
         self.splits, self.gradients_in_flight = [], []
         for received_PD, pieces in zip(self.received, self.pieces, strict=True):
             none = received_PD.new_empty(0, received_PD.shape[1])
@@ -287,13 +287,14 @@ class _Part:
             self.gradients_in_flight.append(torch.autograd.grad(received_PD, [split], gradient_PD))
 
     def apply_gradients(self) -> None:
-        """The rest of the backward: receives the gradients and updates the rows."""
+        """Does the rest of the backward: receives the gradients and updates the rows."""
         for split, in_flight in zip(self.splits, self.gradients_in_flight, strict=True):
             torch.autograd.backward([split], in_flight)
 
 
 def _joined(pieces: Sequence[SentRows]) -> list[SentRows]:
-    """The pieces without empty ones; neighbors on the wire that are also neighbors in their table are merged."""
+    """Returns the pieces without empty ones; neighbors on the wire that are also neighbors in their table are
+    merged."""
     joined: list[SentRows] = []
     for piece in pieces:
         last = joined[-1] if joined else None

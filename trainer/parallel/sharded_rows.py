@@ -33,7 +33,7 @@ class ShardPlace:
         return cls(rank, row, rows, column, columns)
 
     def inside(self, id_V: Tensor) -> Tensor:
-        """Which of the ids have their row in this shard, bool [V]."""
+        """Returns which of the ids have their row in this shard, bool [V]."""
         return (id_V >= self.first_row) & (id_V < self.first_row + self.rows)
 
 
@@ -58,7 +58,7 @@ class ShardedRows:
     def of_shards(
         cls, sharded: ShardedTensor, ranks: Ranks, row_of: Callable[[Tensor], Tensor] | None = None
     ) -> "ShardedRows":
-        """The rows of a table in training, by reference."""
+        """Returns the rows of a table in training, by reference."""
         blocks = list(map(ShardPlace.of, sharded.metadata().shards_metadata))
         tensors = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in sharded.local_shards()}
         held = [tensors[block.first_row, block.first_column] for block in blocks if block.rank == ranks.rank]
@@ -68,15 +68,15 @@ class ShardedRows:
     def of_ranges(
         cls, num_rows: int, held_RD: Tensor, ranks: Ranks, row_of: Callable[[Tensor], Tensor] | None = None
     ) -> "ShardedRows":
-        """Rows divided by ranges: rank r holds `own_range(num_rows, r, …)`."""
+        """Returns rows that are divided by ranges: rank r holds `own_range(num_rows, r, …)`."""
         ranges = [own_range(num_rows, rank, ranks.world_size) for rank in range(ranks.world_size)]
         dim = held_RD.shape[1]
         blocks = [ShardPlace(rank, start, stop - start, 0, dim) for rank, (start, stop) in enumerate(ranges)]
         return cls(blocks, [held_RD], dim, ranks, row_of)
 
     def fetch(self, id_V: Tensor) -> Tensor:
-        """The rows [V, D] of any ids (int64, on the CPU) on this rank's device. Collective: every rank asks for its
-        own, or for none."""
+        """Returns the rows [V, D] of any ids (int64, on the CPU) on this rank's device. Collective: every rank asks for
+        its own, or for none."""
         if self.row_of:
             id_V = self.row_of(id_V)
         # Places of the ids of which a rank holds any column.
@@ -97,7 +97,7 @@ class ShardedRows:
         return row_VD
 
     def _answer(self, id_A: Tensor) -> Tensor:
-        """This rank's columns of the rows of some ids, block after block, flat."""
+        """Returns this rank's columns of the rows of some ids, block after block, flat."""
         parts = [torch.empty(0, device=self.ranks.device)]
         for block, tensor in self.held:
             row_N = id_A[block.inside(id_A)] - block.first_row
@@ -106,5 +106,5 @@ class ShardedRows:
 
 
 def own_range(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's share of `count` things, first and last (excluded): ranks differ by at most one."""
+    """Returns a rank's share of `count` things, first and last (excluded): ranks differ by at most one."""
     return count * rank // world_size, count * (rank + 1) // world_size

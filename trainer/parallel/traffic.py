@@ -110,7 +110,7 @@ def rows_sent(
 
 
 def _slice(rank: int, size: int) -> slice:
-    """The ranks of a rank's group, of groups of equal sizes."""
+    """Returns the ranks of a rank's group, of groups of equal sizes."""
     return slice(rank - rank % size, rank - rank % size + size)
 
 
@@ -140,7 +140,7 @@ class _Crossings:
 
 
 def traffic(rows: Mapping[Crossing, Counts], wire: WireConfig) -> Traffic:
-    """Of a step's rows in the precisions of a wire. Without the padding that NCCL's messages have."""
+    """Returns the bytes of a step's rows in the precisions of a wire, without the padding that NCCL's messages have."""
     codecs = CODECS["forward"].find(wire.forward), CODECS["backward"].find(wire.backward)
     world_size = next((of.shape[1] for of in rows.values()), 0)
     # Of ids, rows, gradients and what goes to peers; within hosts and between them; sent and received.
@@ -160,7 +160,7 @@ def traffic(rows: Mapping[Crossing, Counts], wire: WireConfig) -> Traffic:
 
 
 def _by_columns(table: TablePlan) -> Iterator[list[ShardPlace]]:
-    """The shards that have rows, those of the same columns together, in the order of their rows."""
+    """Returns the shards that have rows, those of the same columns together, in the order of their rows."""
     shards = sorted((shard for shard in table.shards if shard.rows), key=lambda of: (of.first_column, of.first_row))
     for _, alike in groupby(shards, key=lambda of: of.first_column):
         found = list(alike)
@@ -169,8 +169,8 @@ def _by_columns(table: TablePlan) -> Iterator[list[ShardPlace]]:
 
 
 def expected_ids(schema: Schema, loss: LossConfig, sequences: int, length: float) -> dict[str, Tensor]:
-    """About the ids that a rank's batch names if users and items are drawn at random: of `sequences` of `length`
-    positions. Every feature but the user's is taken for one of items."""
+    """Returns about the ids that a rank's batch names if users and items are drawn at random: of `sequences` of
+    `length` positions. Every feature but the user's is taken for one of items."""
     positions = round(sequences * length)
     groups = {
         "position": positions,
@@ -188,10 +188,10 @@ def expected_ids(schema: Schema, loss: LossConfig, sequences: int, length: float
 
 
 def _distinct(rows: int, drawn: int) -> int:
-    """How many different ones of `rows` are expected among so many drawn with replacement."""
+    """Returns how many different ones of `rows` are expected among so many drawn with replacement."""
     return min(rows, drawn, round(rows * -torch.expm1(torch.tensor(-drawn / rows, dtype=torch.float64)).item()))
 
 
 def _spread(count: int, rows: int) -> Tensor:
-    """So many ids [V], evenly over a table's rows."""
+    """Returns `count` ids [V], evenly over a table's rows."""
     return torch.arange(count) * rows // max(1, count)

@@ -213,7 +213,7 @@ class Pipeline:
         return self._is_logged(self.step)
 
     def train_step(self) -> dict[str, Tensor]:
-        """A whole step; returns its losses."""
+        """Trains a whole step; returns its losses."""
         self.receive_rows()
         self.loss()
         self.backward()
@@ -253,7 +253,7 @@ class Pipeline:
         self.state = "loss computed"
 
     def backward(self) -> None:
-        """Gradients of the dense part, summed over the ranks, and of this rank's rows."""
+        """Computes the gradients of the dense part, whose sum over the ranks begins, and of this rank's rows."""
         self._require("backward", "loss computed")
         with self.clock("backward"):
             self.model.backward(self.losses["loss"], self.rows)
@@ -280,7 +280,7 @@ class Pipeline:
         self.state = "gradients checked"
 
     def _settle(self) -> None:
-        """On CUDA, notes what the device has found of the latest step. It is waited for that long, but no longer."""
+        """Notes on CUDA what the device has found of the latest step. It is waited for that long, but no longer."""
         if not self._unsettled:
             return
         assert self._checks
@@ -360,7 +360,7 @@ class Pipeline:
         self.state = "rows sent" if next_batch else "no rows sent"
 
     def _skip(self, next_batch: RowExchange | None) -> None:
-        """What remains of a step that moves no weight."""
+        """Does what remains of a step that moves no weight."""
         self.optimizer.zero_grad()
         self.wire_counts = None
         self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
@@ -379,7 +379,7 @@ class Pipeline:
         return scale
 
     def _prefetch(self, number: int) -> Prefetched | None:
-        """Batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""
+        """Returns batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""
         if number >= self.total:
             return None
         with self.clock("data"):
