@@ -333,23 +333,26 @@ class Pipeline:
         self._require("apply_gradients", "gradients checked")
         assert self._rows
         next_batch = self._next.rows if self._next and prefetch else None
-        if not self._checks:
-            if self.skips:
-                self._skip(next_batch)
-                return
+        self.state = "rows sent" if next_batch else "no rows sent"
+        skipped = not self._checks and self.skips
+        if not self._checks and not skipped:
             self._send_gradients()
-        finite = self._finite
-        self._set_learning_rates(finite)
         with self.clock("all_to_all"):
-            counted = self.logged and (self._checks is None or _broken_rank(self._checks.read()) == _FINITE)
+            counted = self.logged and (_broken_rank(self._checks.read()) == _FINITE if self._checks else not skipped)
             self.wire_counts = self.model.wire.pop_counts() if counted else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
+            if skipped:
+                self.optimizer.zero_grad()
+                if next_batch:
+                    next_batch.send_rows()
+                return
+            self._set_learning_rates()
             scale = self._clip_gradients(self._rows) if self.model.train.clip else None
             self._rows.apply_gradients(next_batch, scale)
         with self.clock("optimizer"):
-            if finite is not None:
+            if self._finite is not None:
                 # What torch's fused optimizers take from a gradient scaler, to move nothing where it is 1.
-                cast(Any, self.optimizer).found_inf = torch.logical_not(finite, out=self._left_out)
+                cast(Any, self.optimizer).found_inf = torch.logical_not(self._finite, out=self._left_out)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.model.average and not self._checks:
@@ -357,17 +360,6 @@ class Pipeline:
         self.examples += self.batch.total_targets
         if settle or self.logged:
             self._settle()
-        self.state = "rows sent" if next_batch else "no rows sent"
-
-    def _skip(self, next_batch: RowExchange | None) -> None:
-        """Does what remains of a step that moves no weight."""
-        self.optimizer.zero_grad()
-        self.wire_counts = None
-        self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
-        if next_batch:
-            with self.clock("all_to_all"):
-                next_batch.send_rows()
-        self.state = "rows sent" if next_batch else "no rows sent"
 
     def _clip_gradients(self, rows: RowExchange) -> Tensor:
         """Waits for the rows' gradients at their owners and scales the dense gradients; returns the scale for the
@@ -392,12 +384,12 @@ class Pipeline:
         with self.clock("data"):
             return Prefetched(self.model.to_device(batch), rows)
 
-    def _set_learning_rates(self, finite: Tensor | None) -> None:
+    def _set_learning_rates(self) -> None:
         train, tables = self.model.train, self.model.table_optimizers
         factor = learning_rate_factor(train.schedule, train.warmup_steps, self.step, self.total, self.time_passed)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.optimizer.defaults["lr"]
-        tables.begin_step(factor, finite)
+        tables.begin_step(factor, self._finite)
         rates = {"dense": self.optimizer.defaults["lr"], "tables": tables.config.lr}
         rates |= {f"tables/{name}": of["lr"] for name, of in tables.config.by_name.items() if "lr" in of}
         self.learning_rates = {name: factor * rate for name, rate in rates.items()}
