@@ -23,7 +23,7 @@ def plainly(pipeline: Pipeline) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The losses of the received rows, and the gradients of weights, a mean over the ranks, and of these rows."""
     model, ranks = pipeline.model, pipeline.model.ranks
     rows = {name: row_VD.detach().clone().requires_grad_() for name, row_VD in pipeline.rows.items()}
-    with autocast(model.config, ranks.device):
+    with autocast(model.train.precision, ranks.device):
         losses = SampledLosses(model.tower)(rows, pipeline.batch)
     wanted = [*model.tower.parameters(), *rows.values()]
     scale = torch.tensor(float(ranks.world_size))
