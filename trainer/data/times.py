@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.trainer.data.arrow import as_numpy, is_text, is_time
+from logitmix.trainer.data.arrow import as_numpy
 from logitmix.trainer.data.description import LATEST, UNIT_NAMES, UNITS
-from logitmix.trainer.data.engine import Engine, scratch
+from logitmix.trainer.data.engine import Duck, Engine, scratch
 
 WINDOW = (315_532_800, 4_102_444_800)
 """1980 to 2100, in seconds since 1970."""
@@ -24,6 +24,12 @@ COMMON = 0.9
 may be the open ends of a database, such as 9999-12-31."""
 DIGITS = {8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 """Forms of dates written as numbers, by how many digits they have."""
+
+TIME_TYPES = ("date", "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns", "timestamp with time zone")
+INTEGER_TYPES = (
+    "tinyint", "smallint", "integer", "bigint", "utinyint", "usmallint", "uinteger", "ubigint", "hugeint", "uhugeint"
+)  # fmt: skip
+"""DuckDB's types."""
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _MONTH = rf"(?i:{'|'.join(_MONTHS)})[a-z]*\.?"
@@ -110,7 +116,7 @@ with shaped as (
     from readings
 )
 select
-    case when size < {LATEST} and negative then -(size::bigint) - (billionths > 0)::bigint
+    text, case when size < {LATEST} and negative then -(size::bigint) - (billionths > 0)::bigint
         when size < {LATEST} then size::bigint when power is not null then power
         when iso is not null then (iso - (iso % 1000000 + 1000000) % 1000000) // 1000000
         when form in ('date', 'day first') then day_first + of_day else month_first + of_day end as seconds,
@@ -128,9 +134,9 @@ written; and the seconds if the day were first, where that cannot be told."""
 
 def read_texts(texts: pa.Array) -> pa.Table:
     """Texts by READ_TEXTS."""
-    db = scratch().db
-    db.register("texts", pa.table({"text": texts}))
-    return db.sql(READ_TEXTS).to_arrow_table().combine_chunks()
+    engine = scratch()
+    engine.put("texts", pa.table({"text": texts}))
+    return engine.table(READ_TEXTS)
 
 
 @dataclass
@@ -144,58 +150,76 @@ class Clock:
     examples: dict[str, str] = field(default_factory=dict)
     """By what they show: "day first", "month first", "either"; and "number", "date"."""
 
-    def read(self, label: str, numbers: np.ndarray, column: pa.Array) -> pa.Table:
-        """Columns `seconds`, int64, null where there is no time; `fraction`, int32, in billionths of their unit; and
-        `day_first`, the seconds if the day is first, where that is not known. `numbers` are the rows' places in the
-        file `label`. ValueError if the column cannot be times."""
-        kind, nothing = column.type, pa.nulls(len(column), pa.int64())
-        fractions, forms = np.zeros(len(column), np.int32), pa.scalar("number")
-        if pa.types.is_decimal(kind) or pa.types.is_dictionary(kind):
-            return self.read(label, numbers, column.cast(pa.string()))
-        if is_time(kind):
-            seconds, fractions = seconds_of_times(column), nanoseconds_of_times(column)
-            forms = pa.scalar("date")
-        elif is_text(kind) or (self.form and pa.types.is_integer(kind)):
-            texts = column.cast(pa.string())
-            if self.form:
-                found = self._by_form(texts)
-            elif (whole := _whole_numbers(texts)) is not None:
-                return self.read(label, numbers, whole)
-            else:
-                found = read_texts(texts)
-            seconds, fractions, forms = (found[name].combine_chunks() for name in ("seconds", "fraction", "form"))
-            nothing = found["day_first"].combine_chunks()
-            if not self.dates:
-                nothing = pa.nulls(len(column), pa.int64())
-                seconds = pc.if_else(pc.equal(forms, "number"), seconds, None)
-        elif pa.types.is_integer(kind):
-            limit = pa.scalar(LATEST, kind) if kind.bit_width == 64 else LATEST
-            seconds = pc.if_else(pc.less(column, limit), column, None).cast(pa.int64())
-        elif pa.types.is_floating(kind):
-            seconds, fractions = _of_floats(column)
-        else:
+    def columns(self, duck: Duck, relation: str, value: str) -> dict[str, str]:
+        """The expressions of a relation's column: `time`, `fraction` in billionths of its unit, and `form`, which
+        is null for numbers. The time is null where there is none, and where `read_written` is to find it. ValueError if
+        the column cannot be times."""
+        time, fraction, form = "null::bigint", "0", "null::varchar"
+        kind = duck.db.sql(f"select {value} from {relation}").types[0].id
+        rounded = f"select bool_or(abs({value}) > {2**24} and abs({value}) < {LATEST}::double) from {relation}"
+        if kind == "float" and duck.row(rounded)[0]:
+            raise ValueError("is of type float, which rounds such times; store it as double or integer")
+        if kind in TIME_TYPES:
+            ticks, size = (f"epoch_ns({value})", 10**9) if kind == "timestamp_ns" else (f"epoch_us({value})", 10**6)
+            time, fraction = _floored(ticks, size)
+            form = "'date'"
+        elif kind in ("float", "double"):
+            there = f"case when isfinite({value}) and abs({value}) < {LATEST}::double then {value}::double end"
+            time, fraction = f"floor({there})::bigint", f"coalesce((({there} - floor({there})) * 1e9)::bigint, 0)"
+        elif kind not in (*INTEGER_TYPES, "varchar", "decimal", "enum"):
             raise ValueError(f"is of type {kind}; times must be numbers, dates or timestamps")
-        if not is_time(kind):
-            seconds = pc.if_else(pc.and_(pc.greater(seconds, -LATEST), pc.less(seconds, LATEST)), seconds, None)
-        there = seconds.is_valid()
-        for form in [forms.as_py()] if isinstance(forms, pa.Scalar) else forms.unique().to_pylist():
-            row = -1 if form in self.examples else pc.index(pc.and_(there, pc.equal(forms, form)), True).as_py()
-            if row >= 0:
-                self.examples[form] = f"{label}:{numbers[row]}: {(seconds if is_time(kind) else column)[row]}"
-        return pa.table({"seconds": seconds, "fraction": pa.array(fractions, pa.int32()), "day_first": nothing})
+        elif not self.form and kind in INTEGER_TYPES:
+            time = f"case when abs({value}::hugeint) < {LATEST} then {value}::bigint end"
+        elif not self.form:
+            text = f"{value}::varchar"
+            ticks = f"case when regexp_full_match({text}, '{_ISO}') then epoch_us(try_cast({text} as timestamp)) end"
+            seconds, part = _floored(ticks, 10**6)
+            # Of most numbers nothing else is asked.
+            is_number = f"regexp_full_match({text}, '-?[0-9]{{1,18}}')"
+            time = f"case when {is_number} then {text}::bigint {f'else {seconds} ' if self.dates else ''}end"
+            if self.dates:
+                fraction = f"case when {is_number} then 0 else coalesce({part}, 0) end"
+                form = f"case when {is_number} then null when {ticks} is not null then 'date' end"
+        return {"time": time, "fraction": f"({fraction})::integer", "form": form}
+
+    def read_written(self, duck: Duck) -> None:
+        """Finds the times of the rows of the table `rows` that have none yet, by the texts in `written`; and the
+        examples, of which file and line are numbers."""
+        duck.make("texts", "select distinct written as text from rows where time is null and problem is null")
+        if duck.row("select count(text) from texts")[0]:
+            if self.form:
+                duck.put("moments", self._by_form(duck.table("select text from texts")["text"].combine_chunks()))
+            else:
+                duck.make("moments", READ_TEXTS)
+            only = "" if self.dates else "and m.form = 'number'"
+            duck.make(
+                "rows",
+                f"""select r.* replace (coalesce(r.time, m.seconds) as time, coalesce(r.form, m.form) as form,
+                    (r.fraction + coalesce(m.fraction, 0))::integer as fraction, m.day_first as day_first)
+                from rows as r left join moments as m on r.written = m.text and r.time is null and r.problem is null
+                    and m.seconds > -{LATEST} and m.seconds < {LATEST} {only}""",
+            )
+            duck.drop("moments")
+        duck.drop("texts")
+
+    def note_examples(self, duck: Duck, place: str, order: str) -> None:
+        """Notes the first time of each form in the table `rows`, by expressions of where a row is."""
+        firsts = f"select coalesce(form, 'number'), min({order}) from rows where time is not null group by 1"
+        for form, first in duck.db.execute(firsts).fetchall():
+            text = f"{place} || ': ' || coalesce(written, time::varchar)"
+            (self.examples[form],) = duck.row(f"select {text} from rows where {order} = {first} order by place limit 1")
 
     def _by_form(self, texts: pa.Array) -> pa.Table:
-        encoded = texts.dictionary_encode()
-        parsed = [_strptime(text, self.form) for text in encoded.dictionary.to_pylist()]
-        pairs = pa.table(
+        parsed = [_strptime(text, self.form) for text in texts.to_pylist()]
+        return pa.table(
             {
+                "text": texts,
                 "seconds": pa.array([found and found[0] for found in parsed], pa.int64()),
                 "fraction": pa.array([found[1] if found else 0 for found in parsed], pa.int32()),
                 "form": pa.array(["date"] * len(parsed), pa.string()),
                 "day_first": pa.nulls(len(parsed), pa.int64()),
             }
         )
-        return pairs.take(encoded.indices)
 
     def settled(self, engine: Engine) -> str:
         """The expression of the times of all rows that were read, those of the table `rows`, as they are finally: days
@@ -250,27 +274,10 @@ def digits_form(engine: Engine, column: str, table: str) -> str:
     return form if engine.row(f"select count({column}) = count({date}) from {table}")[0] else ""
 
 
-def _whole_numbers(texts: pa.Array) -> pa.Array | None:
-    """Texts that all are whole numbers, as such."""
-    characters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
-    # Arrow takes 0x1F for a number.
-    if (characters | 0x20 == ord("x")).any():
-        return None
-    try:
-        return texts.cast(pa.int64())
-    except pa.ArrowInvalid:
-        return None
-
-
-def _of_floats(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    with np.errstate(invalid="ignore"):
-        there = np.abs(values) < LATEST
-        if column.type != pa.float64() and (there & (np.abs(values) > 2**24)).any():
-            raise ValueError(f"is of type {column.type}, which rounds such times; store it as double or integer")
-    values = np.where(there, values, 0)
-    whole = np.floor(values)
-    return pa.array(whole.astype(np.int64), mask=~there), ((values - whole) * 1e9).astype(np.int32)
+def _floored(ticks: str, size: int) -> tuple[str, str]:
+    """The expressions of whole seconds and of the billionths beyond them, of so many ticks a second."""
+    part = f"(({ticks} % {size} + {size}) % {size})"
+    return f"({ticks} - {part}) // {size}", f"{part} * {10**9 // size}"
 
 
 def _strptime(text: str, form: str) -> tuple[int, int] | None:
@@ -338,27 +345,37 @@ class Dates:
 
 def read_dates(values: pa.Array) -> Dates:
     """ValueError where days cannot be told from months, and for values that are no dates as a whole."""
-    clock, engine = Clock(), scratch()
-    found = clock.read("value", np.arange(1, len(values) + 1), values)
-    engine.put("rows", found.rename_columns({"seconds": "time"}))
-    time = clock.settled(engine)
+    clock, duck = Clock(), scratch()
+    duck.put("dates", pa.table({"value": values}))
+    time = ", ".join(f"{of} as {name}" for name, of in clock.columns(duck, "dates", "value").items())
+    duck.make(
+        "rows",
+        f"""select rowid as line, 0 as place, {time}, value::varchar as written, null as problem,
+        null::bigint as day_first from dates""",
+    )
+    clock.read_written(duck)
+    clock.note_examples(duck, "'value:' || (line + 1)", "line")
+    found = clock.settled(duck)
     unit = "s"
     if "number" in clock.examples:
-        unit = "" if "date" in clock.examples else unit_of(engine, "time", "rows")
+        unit = "" if "date" in clock.examples else unit_of(duck, "time", "rows")
     if not unit:
         raise ValueError(f"are no dates ({clock.examples['number']})")
-    days = engine.table(f"select ({time}) / {86_400 * UNITS[unit]}.0 as days from rows r")["days"]
+    days = duck.table(f"select ({found}) / {86_400 * UNITS[unit]}.0 as days from rows r order by line")["days"]
     return Dates(as_numpy(days.cast(pa.float64()).fill_null(np.nan)), "number" not in clock.examples)
 
 
 def seconds_of_texts(texts: pa.Array) -> pa.Array:
     """Dates, with a time of day and a zone or without; null for other texts, numbers among them. ValueError if days
     cannot be told from months."""
-    texts, clock = texts.cast(pa.string()), Clock()
-    found = clock.read("value", np.arange(1, len(texts) + 1), texts)
-    seconds, day_first = (found[name].combine_chunks() for name in ("seconds", "day_first"))
-    numbers = pc.fill_null(pc.match_substring_regex(texts, r"^-?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,2})?$"), False)
-    return pc.if_else(numbers, None, pc.coalesce(day_first, seconds) if clock.day_first() else seconds)
+    found, clock = read_texts(texts.cast(pa.string())), Clock()
+    forms = pc.if_else(found["seconds"].is_valid(), found["form"], None).combine_chunks()
+    clock.examples |= {
+        form: f"value:{pc.index(forms, form).as_py() + 1}: {texts[pc.index(forms, form).as_py()]}"
+        for form in forms.drop_null().unique().to_pylist()
+    }
+    seconds = pc.coalesce(found["day_first"], found["seconds"]) if clock.day_first() else found["seconds"]
+    return pc.if_else(pc.equal(found["form"], "number"), None, seconds).combine_chunks()
 
 
 def nanoseconds_of_texts(texts: pa.Array) -> np.ndarray:

@@ -1,16 +1,13 @@
 """Columns of ids as text: integers and whole numbers by their digits, as far as these are exact."""
 
-from dataclasses import replace
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.common.mappings import counted
-from logitmix.trainer.data.arrow import as_numpy, is_text
+from logitmix.trainer.data.arrow import as_numpy
 from logitmix.trainer.data.numbers import MISSING
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block
 
 FEW_LABELS = 5
 """So many ids must be there with two labels."""
@@ -18,38 +15,6 @@ MANY, MUCH = 50, 0.2
 """An id is doubtful that has more than this share of the actions of so many ids."""
 _NONE = pa.array(sorted({text.lower() for text in MISSING} | {"undefined"}))
 WHOLE = r"^(-?[0-9]+)(\.0*)?$"
-
-
-def exact_ids(block: Block, owners: tuple[str, ...], rejects: Rejects) -> Block:
-    """The block with its first keys, the ids of `owners`, as text. Rows whose ids are no exact whole numbers are
-    rejected. ValueError if a column cannot be ids."""
-    texts, reasons = {}, dict[int, str]()
-    for owner, name in zip(owners, block.keys, strict=False):
-        column = block.columns[name]
-        texts[name] = _texts(block.label, name, column)
-        for row in np.flatnonzero(as_numpy(texts[name].is_null()) & as_numpy(column.is_valid())):
-            reasons.setdefault(int(row), f"the {owner} {column[row]} is not a whole number that is exact")
-    return replace(block, columns=block.columns | texts).only(block.reject(reasons, rejects))
-
-
-def _texts(label: str, name: str, column: pa.Array) -> pa.StringArray:
-    """null where there is no id, or none that is exact."""
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _texts(label, name, column.cast(kind.value_type))
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind):
-        return column.cast(pa.string())
-    if pa.types.is_floating(kind):
-        # From here on, several whole numbers have the same float.
-        first_inexact = 2**53 if kind == pa.float64() else 2**24
-        values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        with np.errstate(invalid="ignore"):
-            exact = (values == np.floor(values)) & (np.abs(values) < first_inexact)
-        return pa.array(np.where(exact, values, 0).astype(np.int64), mask=~exact).cast(pa.string())
-    if pa.types.is_decimal(kind):
-        texts = column.cast(pa.string())
-        return pc.if_else(pc.match_substring_regex(texts, WHOLE), without_zeros(texts), None)
-    raise ValueError(f"{label}: column {name} is of type {kind}; ids must be integers or text")
 
 
 def without_zeros(texts: pa.StringArray) -> pa.StringArray:

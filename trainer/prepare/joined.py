@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +13,7 @@ from logitmix.modules.kinds.registry import kind_named
 from logitmix.modules.schema import Feature, Owner
 from logitmix.trainer.data.arrow import as_numpy, lengths, lists_of
 from logitmix.trainer.prepare.features import VALUE, FeaturesOptions, as_floats, as_lists, ids_as_texts, valid_name
-from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block
+from logitmix.trainer.prepare.scan import Raw
 
 
 class Join(NamedTuple):
@@ -35,24 +34,36 @@ def joins_of(said: FeaturesOptions | Iterable[Feature]) -> Joins:
     return {name: Join(kind_named(of.kind), of.columns) for name, of in found if of.columns}
 
 
-def join(block: Block, owner: Owner, joins: Joins, rejects: Rejects) -> Block:
-    """The block with one column of lists of structs in place of the columns of each feature: `value`, the id's text,
-    and a number by the name of each further column. Rows whose lists differ in length, or with numbers that the kind
-    does not allow, are rejected. ValueError for a further column that is not there."""
+def join(raw: Raw, owner: Owner, joins: Joins) -> Raw:
+    """The rows with one column of lists of structs in place of the columns of each feature: `value`, the id's text, and
+    a number by the name of each further column. Rows whose lists differ in length, or with numbers that the kind does
+    not allow, are malformed. ValueError for a further column that is not there."""
     for name, of in joins.items():
-        own = next((each for each in block.others if name in _names(each, owner)), None)
+        own = next((each for each in raw.others if name in _names(each, owner)), None)
         if own is None:
             continue
         for role, column in of.columns.items():
-            if column not in block.others:
-                there = ", ".join(block.others)
-                raise ValueError(f"{block.label}: no column {column!r} with the {role} of {own}; there are: {there}")
-        lists, reasons = _as_lists(block, own, of)
-        block = replace(block, columns=block.columns | lists)
-        block = block.only(block.reject(reasons, rejects))
-        others = {name: column for name, column in block.columns.items() if name not in lists}
-        block = replace(block, columns={**others, own: _structs(block, own, of)})
-    return block
+            if column not in raw.others:
+                there = ", ".join(raw.others)
+                raise ValueError(f"{raw.label}: no column {column!r} with the {role} of {own}; there are: {there}")
+        raw = raw.stored("apart")
+        names = [own, *of.columns.values()]
+        made = ", ".join(f"{raw.columns[each]} as c{place}" for place, each in enumerate(names))
+        table = raw.duck.table(f"select rowid as row, {made} from apart where problem is null order by rowid")
+        lists, reasons = _as_lists({each: table[f"c{place}"] for place, each in enumerate(names)}, own, of)
+        right = np.setdiff1d(np.arange(len(table)), list(reasons))
+        kept = {each: values.take(pa.array(right)) for each, values in lists.items()}
+        raw.duck.put("structs", pa.table({"row": table["row"].take(pa.array(right)), "made": _structs(kept, own, of)}))
+        wrong = {"row": table["row"].take(pa.array(list(reasons), pa.int64())), "why": [*reasons.values()]}
+        raw.duck.put("wrong", pa.table(wrong, pa.schema({"row": pa.int64(), "why": pa.string()})))
+        raw.duck.make(
+            "joined",
+            """select a.* replace (coalesce(problem, why) as problem), s.made from apart as a
+            left join structs as s on a.rowid = s.row left join wrong as w on a.rowid = w.row""",
+        )
+        others = {each: column for each, column in raw.columns.items() if each not in names}
+        raw = replace(raw, relation="joined", columns={**others, own: "made"})
+    return raw
 
 
 def _names(column: str, owner: Owner) -> tuple[str, str, str]:
@@ -61,13 +72,13 @@ def _names(column: str, owner: Owner) -> tuple[str, str, str]:
     return column, plain, f"{owner}_{plain}"
 
 
-def _as_lists(block: Block, own: str, of: Join) -> tuple[dict[str, pa.Array], dict[int, str]]:
+def _as_lists(values: Mapping[str, Any], own: str, of: Join) -> tuple[dict[str, pa.Array], dict[int, str]]:
     """The columns of a feature as lists, of ids and of numbers; and why rows are malformed: lists that differ in
     length, or numbers that the kind does not allow."""
-    columns = {own: as_lists(block.columns[own])}
+    columns = {own: as_lists(values[own].combine_chunks())}
     count_R, of_lengths, of_numbers = lengths(columns[own]), dict[int, str](), dict[int, str]()
     for name, column in of.columns.items():
-        lists = as_lists(block.columns[column])
+        lists = as_lists(values[column].combine_chunks())
         size_R, flat = lengths(lists), lists.flatten()
         for row in np.flatnonzero(size_R != count_R).tolist():
             of_lengths[row] = f"{column} has {size_R[row]} values for {count_R[row]} of {own}"
@@ -83,9 +94,9 @@ def _as_lists(block: Block, own: str, of: Join) -> tuple[dict[str, pa.Array], di
     return columns, reasons
 
 
-def _structs(block: Block, own: str, of: Join) -> pa.ListArray:
+def _structs(lists: Mapping[str, pa.Array], own: str, of: Join) -> pa.ListArray:
     """Lists without missing ids."""
-    ids, numbers = block.columns[own], {name: block.columns[column].flatten() for name, column in of.columns.items()}
+    ids, numbers = lists[own], {name: lists[column].flatten() for name, column in of.columns.items()}
     texts = ids_as_texts(ids.flatten())
     there = texts.is_valid()
     rows = np.repeat(np.arange(len(ids)), lengths(ids))[as_numpy(there)]

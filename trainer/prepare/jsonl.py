@@ -1,25 +1,23 @@
-"""JSON lines, one object each, as blocks of a table.
+"""JSON lines, one object each, as a relation of DuckDB.
 
 Keys are columns, and those of nested objects are columns by their path, `user.id`. A list of objects is read where a
 requested column lies in it: its keys are columns with one list a row, `events.aid`. Integers keep all their digits.
-Values of a column that are of several types in one block (numbers and text, or integers that only fit in text) are text
-there.
+Values of a column that are of several types (numbers and text, or integers that only fit in text) are text.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from rich.progress import Progress
 
-from logitmix.trainer.data.arrow import as_numpy, is_encodable
+from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.prepare.files import InputFile
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block, Keys
+from logitmix.trainer.prepare.scan import Keys, Raw, append, literal, unnested
 from logitmix.trainer.prepare.text import line_blocks
 
 MOST_KEYS = 50
@@ -27,20 +25,18 @@ MOST_KEYS = 50
 MOST_COLUMNS = 1000
 MOST_LEVELS = 32
 
-_TOO_DEEP = "JSON nested too deeply"
 _START = re.compile(rb"\s*(\{|\[\s*[\[\]{])")
 _ARRAY = re.compile(rb"\s*\[")
 _OBJECT_OF_LINES = re.compile(rb"\s*\{\s*\n")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
-_NOTHING = {pa.null(): pa.string(), pa.list_(pa.null()): pa.list_(pa.string())}
-"""Types of columns without a value, and those that they get."""
-
-Record = Mapping[str, Any]
-Columns = dict[str, list[Any]]
-
-
-class Unfit(ValueError):
-    """An incomplete record, with the reason."""
+_PROBLEM = """
+case when problem is not null then problem when not json_valid(written) then 'not JSON in UTF-8'
+    when json_type(written) <> 'OBJECT' then 'not a JSON object'
+    when len(list_distinct(json_keys(written))) < len(json_keys(written)) then 'has a key twice' end
+"""
+_TYPES = {"UBIGINT": "HUGEINT", "DOUBLE": "VARCHAR", "JSON": "VARCHAR", "NULL": "VARCHAR"}
+"""What DuckDB's types of values are read as: numbers that are not whole as text at first, so that none loses digits."""
 
 
 def is_json(file: InputFile) -> bool:
@@ -60,216 +56,111 @@ def is_json(file: InputFile) -> bool:
     return True
 
 
-def records(
-    file: InputFile,
-    parse: Callable[[str], Any],
-    take: Callable[[Record], Any],
-    rejects: Rejects,
-    progress: Progress,
-) -> Iterator[list[tuple[int, Any, bytes]]]:
-    """Numbers, records as `take` returns them, and texts of lines with one record each, a block at a time. Lines that
-    are no objects, or that `take` finds Unfit, are rejected."""
-    for first, lines in line_blocks(file, progress):
-        found = []
-        for number, line in enumerate(lines.split(b"\n"), start=first):
+def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, duck: Duck) -> Raw:
+    """The lines of a file with `keys`, which may be paths; says what else is not read. ValueError if no line is an
+    object, or if a key is not there."""
+    duck.db.execute("create or replace table json_lines (line bigint, problem varchar, written varchar)")
+    for rows in _lines(file, progress):
+        append(duck, "json_lines", rows)
+    duck.make("json_lines", f"select line, {_PROBLEM} as problem, written from json_lines")
+    (found,) = duck.row("select json_group_structure(written::json) from json_lines where problem is null")
+    if not found:
+        raise ValueError(
+            f"{file.label}: none of its lines is a JSON object; if its objects take several lines, write one a line: "
+            f"jq -c . {file.label} > lines.jsonl"
+        )
+    left_out: list[str] = []
+    shape = _first_keys(json.loads(found), "", left_out)
+    if left_out:
+        rejects.say(
+            f"{file.label}: of an object only the first {MOST_KEYS} keys are read (of a line {MOST_COLUMNS:,}), so "
+            f"{len(left_out):,} keys are not, such as {left_out[0]}"
+        )
+    key_names = keys(file.label, [path for name, of in shape.items() for path in _paths(name, of)])
+    form, key_paths = json.dumps(_spec(shape)), {*key_names}
+    duck.make(
+        "raw_json",
+        f"""select line, problem, case when problem is not null then written end as written,
+        json_transform(case when problem is null then written end, {literal(form)}) as record from json_lines""",
+    )
+    duck.drop("json_lines")
+    [record] = duck.db.sql("select record from raw_json").types
+    columns, objects = dict[str, str](), list[str]()
+    for name, kind in record.children:
+        for path, expression in unnested(name, f"record[{literal(name)}]", kind, key_names):
+            of = _at(shape, path)
+            if type(of) is list and "{" in json.dumps(of) and not any(key.startswith(f"{path}.") for key in key_paths):
+                objects.append(path)
+            elif path in columns:
+                raise ValueError(f"{file.label}: has two columns named {path!r}; rename one")
+            else:
+                columns[path] = expression
+    if objects:
+        rejects.say(f"{file.label}: not read, as they are objects in lists: {', '.join(objects)}")
+    numbers = [path for path in columns if _at(shape, path) == "DOUBLE" and path not in key_names[:2]]
+    if numbers:
+        long = ", ".join(f"bool_or(regexp_full_match({columns[path]}, '-?[0-9]{{19,}}'))" for path in numbers)
+        for path, is_long in zip(numbers, duck.row(f"select {long} from raw_json"), strict=True):
+            columns[path] = columns[path] if is_long else f"({columns[path]})::double"
+    return Raw(file.label, duck, "raw_json", columns, key_names)
+
+
+def _lines(file: InputFile, progress: Progress) -> Iterator[pa.Table]:
+    """The lines that are not blank."""
+    for first, block in line_blocks(file, progress):
+        numbers, problems, texts = list[int](), list[str | None](), list[str]()
+        for number, line in enumerate(block.split(b"\n"), start=first):
             if not line or line.isspace():
                 continue
-            rejects.lines += 1
-            try:
-                record = parse(line.decode())
-                if not isinstance(record, dict):
-                    raise Unfit("not a JSON object")
-                found.append((number, take(record), line))
-            except RecursionError:
-                rejects.add(file.label, number, _TOO_DEEP, line)
-            except Unfit as error:
-                rejects.add(file.label, number, str(error), line)
-            except (ValueError, SyntaxError, TypeError, MemoryError):
-                rejects.add(file.label, number, "not JSON in UTF-8", line)
-        yield found
-
-
-def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress) -> Iterator[Block]:
-    """The lines of a file with `keys`, which may be paths. Lines whose keys are not UTF-8 are rejected; what else is
-    not read is said at the end. ValueError if no line of the first block is an object, or if a key is not there."""
-    reader = _Reader(file.label)
-    names: list[str] | None = None
-    for block in records(file, json.JSONDecoder().decode, _shallow, rejects, progress):
-        numbers, columns, lines = reader.columns(block, rejects)
-        if names is None:
-            if not numbers:
-                raise ValueError(
-                    f"{file.label}: none of its first lines is a JSON object; if its objects take several lines, "
-                    f"write one a line: jq -c . {file.label} > lines.jsonl"
-                )
-            names = keys(file.label, list(_paths(columns)))
-        yield reader.table(names, numbers, columns, lines, rejects)
-    reader.say_unread(rejects)
-
-
-def _shallow(record: Record) -> Record:
-    """The record; Unfit if it is nested more deeply than Arrow can take, which ends the process."""
-    level: list[Any] = [record]
-    for _ in range(MOST_LEVELS):
-        values = chain.from_iterable(each.values() if type(each) is dict else each for each in level)
-        level = [value for value in values if type(value) is dict or type(value) is list]
-        if not level:
-            return record
-    raise Unfit(_TOO_DEEP)
-
-
-class _Reader:
-    """Objects -> columns."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.known: dict[str, set[str]] = {}
-        """By the path of an object: its keys."""
-        self.beyond: dict[str, int] = {}
-        """By the first key of an object that was one too many: values of such keys."""
-        self.objects: dict[str, None] = {}
-        """Columns with objects in lists that are not read."""
-
-    def say_unread(self, rejects: Rejects) -> None:
-        if self.objects:
-            rejects.say(f"{self.label}: not read, as they are objects in lists: {', '.join(self.objects)}")
-        for key, count in self.beyond.items():
-            rejects.say(
-                f"{self.label}: of an object only the first {MOST_KEYS} keys are read (of a line {MOST_COLUMNS:,}), so "
-                f"{count:,} values are not, such as that of {key}"
-            )
-
-    def columns(
-        self, block: list[tuple[int, Record, bytes]], rejects: Rejects
-    ) -> tuple[list[int], Columns, list[bytes]]:
-        numbers: list[int] = []
-        lines: list[bytes] = []
-        columns: Columns = {}
-        for number, record, line in block:
-            try:
-                self.spread(record, "", columns, len(numbers))
-            except Unfit as error:
-                rejects.add(self.label, number, str(error), line)
-                for column in columns.values():
-                    del column[len(numbers) :]
-                continue
+            text = line.decode("utf-8", "backslashreplace")
+            deep = line.count(b"[") + line.count(b"{") > MOST_LEVELS and _levels(text) > MOST_LEVELS
             numbers.append(number)
-            lines.append(line)
-        rows = len(numbers)
-        return numbers, {name: column + [None] * (rows - len(column)) for name, column in columns.items()}, lines
-
-    def spread(self, record: Record, path: str, into: Columns, row: int) -> None:
-        """Adds the values of an object at `path` to its columns."""
-        for key, value in record.items():
-            if value is None:
-                continue
-            name = path + key
-            if type(value) is dict:
-                self.spread(value, f"{name}.", into, row)
-                continue
-            column = into.get(name)
-            if column is None:
-                if not self.takes(path, key):
-                    continue
-                column = into[name] = []
-            if len(column) < row:
-                column.extend([None] * (row - len(column)))
-            elif len(column) > row:
-                raise Unfit(f"has {name} twice")
-            column.append(value)
-
-    def takes(self, path: str, key: str) -> bool:
-        """Whether a key is read that this block did not have yet."""
-        if not is_encodable(key):
-            raise Unfit("not UTF-8")
-        known = self.known.setdefault(path, set())
-        if key not in known and len(known) >= (MOST_KEYS if path else MOST_COLUMNS):
-            first = next((name for name in self.beyond if name.startswith(path)), path + key)
-            self.beyond[first] = self.beyond.get(first, 0) + 1
-            return False
-        known.add(key)
-        return True
-
-    def table(
-        self, names: list[str], numbers: list[int], columns: Columns, lines: list[bytes], rejects: Rejects
-    ) -> Block:
-        for name in [name for name, values in columns.items() if _holds_objects(values)]:
-            values = columns.pop(name)
-            if any(key.startswith(f"{name}.") for key in names):
-                columns |= {f"{name}.{key}": parts for key, parts in _spread_lists(values).items()}
-            else:
-                self.objects[name] = None
-        arrays = {name: _array(values) for name, values in columns.items()}
-        for name in [name for name, array in arrays.items() if _has_objects(array.type)]:
-            del arrays[name]
-            self.objects[name] = None
-        intact = np.ones(len(numbers), bool)
-        for name in [name for name in names if name in arrays and arrays[name].null_count]:
-            intact &= as_numpy(arrays[name].is_valid()) | [value is None for value in columns[name]]
-        none = pa.nulls(len(numbers), pa.string())
-        arrays |= {name: none for name in names if name not in arrays}
-        block = Block(self.label, np.array(numbers, np.int64), names, arrays, lines.__getitem__)
-        return block.only(block.reject(dict.fromkeys(np.flatnonzero(~intact).tolist(), "not UTF-8"), rejects))
+            texts.append(text)
+            problems.append("JSON nested too deeply" if deep else None)
+        made = {"line": pa.array(numbers, pa.int64()), "problem": pa.array(problems, pa.string())}
+        yield pa.table({**made, "written": pa.array(texts, pa.string())})
 
 
-def _paths(columns: Columns) -> Iterator[str]:
+def _levels(text: str) -> int:
+    """How deeply JSON is nested."""
+    return max(accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(of, 0) for of in _STRING.sub("", text)))
+
+
+def _first_keys(shape: dict[str, Any], path: str, left_out: list[str]) -> dict[str, Any]:
+    """The shape of an object with as many keys as are read."""
+    most = MOST_KEYS if path else MOST_COLUMNS
+    left_out += [path + name for name in list(shape)[most:]]
+    return {
+        name: _first_keys(of, f"{path}{name}.", left_out) if type(of) is dict else of
+        for name, of in list(shape.items())[:most]
+    }
+
+
+def _paths(name: str, shape: Any) -> Iterator[str]:
     """The names of columns, and of what lies in lists of objects."""
-    for name, values in columns.items():
+    if type(shape) is not dict:
         yield name
-        if _holds_objects(values):
-            yield from (f"{name}.{key}" for key in _spread_lists(values))
+    for of in shape if type(shape) is list else [shape]:
+        if type(of) is dict:
+            for key, value in of.items():
+                yield from _paths(f"{name}.{key}", value)
 
 
-def _holds_objects(values: list[Any]) -> bool:
-    return list in set(map(type, values)) and any(
-        type(value) is list and dict in set(map(type, value)) for value in values
-    )
+def _at(shape: dict[str, Any], path: str) -> Any:
+    """The shape of a column."""
+    for name, of in shape.items():
+        if path == name:
+            return of
+        within = of[0] if type(of) is list else of
+        if type(within) is dict and path.startswith(f"{name}.") and (found := _at(within, path[len(name) + 1 :])):
+            return [found] if type(of) is list else found
+    return None
 
 
-def _spread_lists(values: list[Any]) -> Columns:
-    """Rows of lists of objects -> the objects' keys, each with rows of lists."""
-    lists = [value if type(value) is list else [] for value in values]
-    objects = [_flat(part) if type(part) is dict else {} for part in chain.from_iterable(lists)]
-    names = dict.fromkeys(chain.from_iterable(objects))
-    ends = np.cumsum([len(each) for each in lists]).tolist()
-    starts = [0, *ends[:-1]]
-    found: Columns = {}
-    for name in names:
-        flat = [each.get(name) for each in objects]
-        found[name] = [flat[start:end] for start, end in zip(starts, ends, strict=True)]
-    return found
-
-
-def _flat(record: Record) -> Record:
-    if not any(type(value) is dict for value in record.values()):
-        return record
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= {f"{key}.{name}": part for name, part in _flat(value).items()} if type(value) is dict else {key: value}
-    return flat
-
-
-def _has_objects(kind: pa.DataType) -> bool:
-    while pa.types.is_list(kind):
-        kind = kind.value_type
-    return pa.types.is_struct(kind)
-
-
-def _array(values: list[Any]) -> pa.Array:
-    """Arrow's type for the values; text where they have none in common that keeps them exactly."""
-    try:
-        made = pa.array(values)
-        return made.cast(_NOTHING[made.type]) if made.type in _NOTHING else made
-    except (ValueError, TypeError, OverflowError):
-        if all(value is None or type(value) is list for value in values):
-            lists = [value and [_text(part) for part in value] for value in values]
-            return pa.array(lists, pa.list_(pa.string()))
-        return pa.array([_text(value) for value in values], pa.string())
-
-
-def _text(value: Any) -> str | None:
-    """None for text that is not UTF-8."""
-    if value is None or type(value) is str:
-        return value if value is None or is_encodable(value) else None
-    text = json.dumps(value, ensure_ascii=False)
-    return text if is_encodable(text) else None
+def _spec(shape: Any, in_list: bool = False) -> Any:
+    """The types that values of a shape are read as."""
+    if type(shape) is dict:
+        return {name: _spec(of, in_list) for name, of in shape.items()}
+    if type(shape) is list:
+        return [_spec(shape[0], True)]
+    return shape if in_list and shape == "DOUBLE" else _TYPES.get(shape, shape)

@@ -5,22 +5,15 @@ length beside it (times, kinds of action) have one value for each item; all else
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+import duckdb
 
-from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, lengths
-from logitmix.trainer.data.columns import ranges
-from logitmix.trainer.data.engine import Engine
+from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block
+from logitmix.trainer.prepare.scan import Raw, literal
 
-ACTIONS = 1 << 18
-"""Of a block of rows with one item each, about."""
 _SAMPLE = 10_000
 _MANY = 5
 SEPARATORS = ("|", ",", ";", " ")
@@ -41,39 +34,53 @@ class Lists:
         self.repeated: dict[str, None] = {}
         """Columns with one value for all items of a row."""
         self.looked = False
-        self.starts: dict[Any, set[tuple[Any, ...]]] = {}
-        """By user: how the lists of the first rows begin."""
         self.again = self.repeats = 0
-        """Of these rows: those of a user who has an earlier one, and those of them that begin as an earlier one."""
+        """Of the first rows: those of a user who has an earlier one, and those of them that begin as an earlier one."""
 
-    def explode(self, block: Block) -> Iterator[Block]:
-        """The block with one item a row. Rows of which a parallel list has another length are rejected."""
-        user, item = block.keys[:2]
-        items = self._lists(block.columns[item])
-        if not is_list(items.type):
-            self._propose(block.label, items)
-            if not self.rows or items.null_count < len(items):
-                yield block
-                return
-            items = pa.nulls(len(items), pa.list_(pa.string()))
-        counts = lengths(items)
-        self._compare(block.columns[user], items, counts)
-        columns, parallel = block.columns | {item: items}, {item}
-        whole = np.ones(len(counts), bool)
-        for name, values in block.columns.items():
-            lists = self._lists(values) if name != user else values
-            stated = name in block.keys and lists is values
-            if name == item or not self._is_parallel(name, lists, counts, stated):
-                continue
-            columns[name], size = lists, lengths(lists)
-            parallel.add(name)
-            wrong = np.flatnonzero(whole & as_numpy(lists.is_valid()) & (size != counts)).tolist()
-            reasons = {row: f"{name} has {size[row]} values for {counts[row]} items" for row in wrong}
-            whole &= block.reject(reasons, self.rejects)
-        self.repeated |= dict.fromkeys(name for name in block.others if name not in parallel)
-        self._count(block, whole, counts)
-        for part in _parts(np.flatnonzero(whole & (counts > 0)), counts):
-            yield _one_item_a_row(replace(block, columns=columns), parallel, counts, part)
+    def explode(self, raw: Raw) -> Raw:
+        """The rows with one item each. Those of which a parallel list has another length are malformed."""
+        user, item = raw.keys[:2]
+        kinds = dict(zip(raw.columns, raw.types(*raw.columns), strict=True))
+        texts = {name for name, of in kinds.items() if self.separator and of.id == "varchar" and name != user}
+        if item not in texts and kinds[item].id != "list":
+            return self._propose(raw)
+        raw, duck = raw.stored("lists"), raw.duck
+        lists = {name: f"{of}_list" for name, of in raw.columns.items() if name in texts or kinds[name].id == "list"}
+        split_texts = ", ".join(
+            f"{split(of, self.separator) if name in texts else of} as {lists[name]}"
+            for name, of in raw.columns.items()
+            if name in lists
+        )
+        duck.make("lists", f"select *, {split_texts} from lists")
+        items = lists[item]
+        self._compare(duck, raw.columns[user], items)
+        for name, of in lists.items():
+            if name not in self.parallel and name != item:
+                self.parallel[name] = (name in raw.keys and name not in texts) or _is_parallel(duck, of, items)
+        parallel = {name: of for name, of in lists.items() if name == item or self.parallel[name]}
+        self.repeated |= dict.fromkeys(name for name in raw.others if name not in parallel)
+        wrong = "".join(
+            f" when len({of}) <> coalesce(len({items}), 0) then concat({literal(name)}, ' has ', len({of}), "
+            f"' values for ', coalesce(len({items}), 0), ' items')"
+            for name, of in parallel.items()
+        )
+        duck.make(
+            "lists",
+            f"select * replace (case when problem is not null then problem{wrong} end as problem) from lists",
+        )
+        self._count(duck, raw.label, items)
+        made = ", ".join(
+            f"{f'unnest({parallel[name]})' if name in parallel else of} as {of}" for name, of in raw.columns.items()
+        )
+        duck.make(
+            "exploded",
+            f"""select line, problem, written, generate_subscripts({items}, 1)::integer - 1 as place, {made} from lists
+            where problem is null union all by name
+            select line, problem, coalesce(written, {raw.columns[user]}::varchar) as written, 0 as place from lists
+            where problem is not null""",
+        )
+        one_time = len(raw.keys) > 2 and raw.keys[2] not in parallel
+        return replace(raw, relation="exploded", one_time=one_time)
 
     def say(self) -> None:
         """What became of the lists, in a line each."""
@@ -96,118 +103,82 @@ class Lists:
         if self.empty:
             self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
 
-    def numbers_of_rows(self, engine: Engine, columns: Mapping[str, str]) -> list[str]:
+    def numbers_of_rows(self, duck: Duck, columns: Mapping[str, str]) -> list[str]:
         """Those of the actions' columns that have their own value in most rows of lists, such as the number of a
         session: repeated for each item they look like something that actions have in common."""
         if self.actions == self.rows:
             return []
         texts = "count(distinct case when typeof({0}) in ('VARCHAR', 'BIGINT') then {0} end)"
-        there = {name: columns[name] for name in self.repeated if name in columns}
-        counts = {name: engine.row(f"select {texts.format(column)} from rows") for name, column in there.items()}
-        return [name for name, (count,) in counts.items() if 2 * count > self.rows]
+        of = {name: texts.format(columns[name]) for name in self.repeated if name in columns}
+        return [name for name, count in of.items() if 2 * duck.row(f"select {count} from rows")[0] > self.rows]
 
-    def _compare(self, users: pa.Array, items: pa.Array, counts: np.ndarray) -> None:
+    def _compare(self, duck: Duck, user: str, items: str) -> None:
         """Counts rows that repeat an earlier one, among the first."""
-        for row in np.flatnonzero(counts > 1)[: max(0, _SAMPLE - self.rows)]:
-            start = tuple(items[row].values[:2].to_pylist())
-            of_user = self.starts.setdefault(users[row].as_py(), set())
-            self.again += bool(of_user)
-            self.repeats += start in of_user
-            of_user.add(start)
+        rows, users, starts = duck.row(
+            f"""select count(*), count(distinct u), count(distinct (u, start)) from (
+                select {user} as u, {items}[1:2] as start from lists where len({items}) > 1
+                order by line limit {max(0, _SAMPLE - self.rows)}
+            ) as of_lists"""
+        )
+        self.again, self.repeats = self.again + rows - users, self.repeats + rows - starts
 
-    def _lists(self, values: pa.Array) -> pa.Array:
-        """Texts as lists if there is a separator."""
-        return split(values, self.separator) if self.separator and is_text(values.type) else values
+    def _count(self, duck: Duck, label: str, items: str) -> None:
+        rows, actions, empty, first = duck.row(
+            f"""select count(*) filter (len({items}) > 0), coalesce(sum(len({items})), 0),
+                count(*) filter (coalesce(len({items}), 0) = 0), min(line) filter (coalesce(len({items}), 0) = 0)
+            from lists where problem is null"""
+        )
+        self.first_empty = self.first_empty or (f"{label}:{first}" if empty else "")
+        self.rejects.lines += empty
+        self.rows, self.actions, self.empty = self.rows + rows, self.actions + actions, self.empty + empty
 
-    def _is_parallel(self, name: str, lists: pa.Array, counts: np.ndarray, stated: bool) -> bool:
-        """Decided by most rows of the first block where the column has lists. Times that are lists always are: `stated`
-        to be."""
-        if not is_list(lists.type):
-            return False
-        if stated:
-            self.parallel[name] = True
-        if name not in self.parallel:
-            there = as_numpy(lists.is_valid())
-            # A single item has one of everything.
-            several = there & (counts > 1)
-            there = several if several.any() else there & (counts > 0)
-            if not there.any():
-                return False
-            self.parallel[name] = bool(2 * np.sum(lengths(lists)[there] == counts[there]) > there.sum())
-        return self.parallel[name]
-
-    def _count(self, block: Block, whole: np.ndarray, counts: np.ndarray) -> None:
-        empty = np.flatnonzero(whole & (counts == 0))
-        if len(empty) and not self.empty:
-            self.first_empty = f"{block.label}:{block.numbers[empty[0]]}"
-        self.empty += len(empty)
-        read = whole & (counts > 0)
-        self.rows += int(read.sum())
-        self.actions += int(counts[read].sum())
-        # Each action can be rejected.
-        self.rejects.lines += int(counts[read].sum() - read.sum())
-
-    def _propose(self, label: str, items: pa.Array) -> None:
-        """Says so where the first texts look like lists: each its own, of parts that come again."""
-        texts = items[:_SAMPLE].drop_null()
-        if self.looked or not len(texts) or not is_text(items.type):
-            return
-        self.looked = True
-        if 2 * len(texts.unique()) <= len(texts):
-            return
+    def _propose(self, raw: Raw) -> Raw:
+        """Says so where the first texts look like lists: each its own, of parts that come again. Returns the rows, as
+        they can be read."""
+        if self.looked:
+            return raw
+        item = raw.columns[raw.keys[1]]
+        query = f"select {item}::varchar from {raw.relation} where {item} is not null limit {_SAMPLE}"
+        try:
+            texts = [text for (text,) in raw.duck.db.execute(query).fetchall()]
+        except duckdb.InvalidInputException:
+            return self._propose(raw.carefully())
+        self.looked = self.looked or bool(texts)
+        if 2 * len(set(texts)) <= len(texts):
+            return raw
         for separator in SEPARATORS:
-            parts = split(texts, separator)
-            flat = parts.flatten()
-            if len(flat) >= 3 * len(texts) and 2 * len(flat.unique()) <= len(flat):
-                example = texts[0].as_py()
+            parts = [part.strip() for text in texts for part in text.strip().split(separator.strip() or None)]
+            if len(parts) >= 3 * len(texts) and 2 * len(set(parts)) <= len(parts):
                 self.rejects.say(
-                    f"{label}: {self.item} looks like lists ({example[:40]!r}); if a row has several items, split "
+                    f"{raw.label}: {self.item} looks like lists ({texts[0][:40]!r}); if a row has several items, split "
                     f'them with --list-separator "{separator}"'
                 )
-                return
+                break
+        return raw
 
 
-def _one_item_a_row(block: Block, parallel: set[str], counts: np.ndarray, rows: np.ndarray) -> Block:
-    """Some of the rows, each as often as it has items: with a value of each `parallel` list, and the others' whole."""
-    of_row = np.repeat(rows, counts[rows])
-    within = ranges(np.zeros_like(rows), counts[rows])
-    made = {}
-    for name, values in block.columns.items():
-        if name in parallel:
-            size = lengths(values)
-            places = (np.cumsum(size) - size)[of_row] + within
-            made[name] = values.flatten().take(pa.array(places, mask=size[of_row] == 0))
-        else:
-            made[name] = values.take(pa.array(of_row))
-    of_one_time = len(block.keys) > 2 and not is_list(block.columns[block.keys[2]].type)
-    return replace(
-        block,
-        numbers=block.numbers[of_row],
-        columns=made,
-        text=lambda row: block.text(int(of_row[row])),
-        places=within,
-        one_time=of_one_time,
+def _is_parallel(duck: Duck, values: str, items: str) -> bool:
+    """Whether most lists have as many values as there are items; a single item has one of everything."""
+    same = f"count(*) filter (len({values}) = len({items})"
+    counts = duck.row(
+        f"""select count(*) filter (len({items}) > 1), {same} and len({items}) > 1),
+            count(*) filter (len({items}) > 0), {same} and len({items}) > 0)
+        from lists where {values} is not null"""
     )
+    there, same = counts[:2] if counts[0] else counts[2:]
+    return bool(2 * same > there)
 
 
-def split(texts: pa.Array, separator: str) -> pa.ListArray:
-    """The parts of each text without blanks and quotes around them, and without brackets around all; null for an empty
-    text. At " ", any white space is between parts."""
-    whole = pc.replace_substring_regex(texts.cast(pa.string()), r"(?s)^\s*[\[(](.*)[\])]\s*$", r"\1")
-    whole = pc.utf8_trim_whitespace(whole)
-    whole = pc.if_else(pc.equal(whole, ""), None, whole)
+def split(text: str, separator: str) -> str:
+    """The expression of the parts of a text without blanks and quotes around them, and without brackets around all;
+    null for an empty text. At " ", any white space is between parts."""
+    whole = f"trim(regexp_replace({text}, '(?s)^\\s*[\\[(](.*)[\\])]\\s*$', '\\1'), ' \t\n\r')"
     if not separator.strip():
-        parts = pc.utf8_split_whitespace(whole)
+        parts = f"string_split_regex(nullif({whole}, ''), '\\s+')"
     else:
-        parts = pc.split_pattern(pc.replace_substring_regex(whole, re.escape(separator) + r"$", ""), separator)
-    values = pc.utf8_trim_whitespace(parts.values)
-    for quote in "'\"":
-        values = pc.replace_substring_regex(values, f"(?s)^{quote}(.*){quote}$", r"\1")
-    return pa.ListArray.from_arrays(parts.offsets, values, mask=whole.is_null())
-
-
-def _parts(rows: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows in parts with about ACTIONS items each."""
-    if len(rows):
-        of_part = np.cumsum(counts[rows]) // ACTIONS
-        yield from np.split(rows, np.flatnonzero(np.diff(of_part)) + 1)
+        ended = f"regexp_replace(nullif({whole}, ''), {literal(re.escape(separator) + '$')}, '')"
+        parts = f"string_split({ended}, {literal(separator)})"
+    unquoted = "trim(part, ' \t\n\r')"
+    for quote in ("''", '"'):
+        unquoted = f"regexp_replace({unquoted}, '(?s)^{quote}(.*){quote}$', '\\1')"
+    return f"[{unquoted} for part in {parts}]"

@@ -1,6 +1,5 @@
 """Malformed lines: shown, written to a file, counted."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -48,18 +47,14 @@ class Rejects:
         if self.count <= SHOWN:
             self.say(problem)
 
-    def undecodable(self, file: str, column: str, lines: Sequence[int]) -> None:
-        """Notes texts that are not UTF-8, and so missing, in lines that are read all the same."""
-        if len(lines):
-            count, first = self._undecodable.get(column, (0, f"{file}:{lines[0]}"))
-            self._undecodable[column] = count + len(lines), first
+    def count_more(self, lines: int) -> None:
+        """Counts lines of a row that is malformed, beside its first one."""
+        self.lines, self.count = self.lines + lines, self.count + lines
 
-    def check_format(self, file: str) -> None:
-        """Stops early if no line could be read: that is another format, not a few bad lines."""
-        if self.count == self.lines >= ENOUGH_TO_JUDGE and self.max_share < 1:
-            raise TooManyRejects(
-                f"{file}: all of the first {self.lines:,} lines are malformed; is it of another format?"
-            )
+    def undecodable(self, file: str, column: str, line: int) -> None:
+        """Notes a text that is not UTF-8, and so missing, in a line that is read all the same."""
+        count, first = self._undecodable.get(column, (0, f"{file}:{line}"))
+        self._undecodable[column] = count + 1, first
 
     def finish(self) -> None:
         """Raises TooManyRejects if the share of malformed lines is above the limit."""
@@ -69,6 +64,10 @@ class Rejects:
             self.say(f"column {column}: {counted(count, 'text')} {are} as missing, such as {first}")
         if self.count > SHOWN:
             self.say(f"… and {self.count - SHOWN:,} more malformed lines")
+        if self.count == self.lines >= ENOUGH_TO_JUDGE and self.max_share < 1:
+            raise TooManyRejects(
+                f"all of the {self.lines:,} lines are malformed, the first is {self._first}; is it of another format?"
+            )
         if self.count and self.count / self.lines > self.max_share:
             raise TooManyRejects(
                 f"{self.count:,} of {self.lines:,} lines are malformed, above --max-rejects {self.max_share:g}; "

@@ -127,8 +127,8 @@ class _Said:
         return lambda *given: self.calls.append((name, given))
 
 
-Found = tuple[dict[str, Any], str, Gathered | None, dict[str, pa.Array]]
-"""The attributes of _Said, what is wrong with a file, what was found in it, and its columns by name, without values."""
+Found = tuple[dict[str, Any], str, Gathered | None]
+"""The attributes of _Said, what is wrong with a file, and what was found in it."""
 
 
 def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile, path: Path) -> Found:
@@ -140,13 +140,11 @@ def _read(options: PrepareOptions, gather: Gather, number: int, file: InputFile,
         if read.lists and read.lists.rows:
             raise ValueError(f"{file.label}: has lists of items, which only logitmix prepare table reads")
     except ValueError as error:
-        return vars(said), str(error), None, {}
+        return vars(said), str(error), None
     duck.db.execute(f"update rows set file = {number}")
     duck.db.table("rows").write_parquet(str(path))
-    types, names = duck.table("select * from rows limit 0"), read.gatherer.columns
-    columns = {of: types[names[of]].combine_chunks() if of in names else pa.nulls(0) for of in read.gatherer.files_of}
     del read.gatherer.duck
-    return vars(said), "", replace(read, lists=None), columns
+    return vars(said), "", replace(read, lists=None)
 
 
 class SparkJob(Job):
@@ -165,24 +163,27 @@ class SparkJob(Job):
         results = self.context.parallelize(tasks, len(tasks)).map(lambda task: read(*task)).collect()
         whole = Gathered(gatherer, [file.label for file in self.files], {}, None)
         starts, alike = [0], dict[Any, list[Path]]()
-        for (_, _, path), (said, error, part, columns) in zip(tasks, results, strict=True):
+        for (_, _, path), (said, error, part) in zip(tasks, results, strict=True):
             self.rejects.lines += said["lines"]
             self.rejects.count += said["count"]
             for name, given in said["calls"]:
                 getattr(self.rejects, name)(*given)
             if part is None:
                 raise ValueError(error)
-            for label, rows in part.gatherer.rows_of.items():
-                gatherer.append(pa.table({}), columns, label)
-                gatherer.rows_of[label] = rows
+            gatherer.rows_of |= part.gatherer.rows_of
+            for column, labels in part.gatherer.files_of.items():
+                gatherer.files_of.setdefault(column, set()).update(labels)
+            for column, types in part.gatherer.types.items():
+                for kind, label in types.items():
+                    gatherer.admit(column, kind, label)
             gatherer.unread |= part.gatherer.unread
             whole.kinds.update(part.kinds)
             if part.clock:
                 whole.clock = replace(part.clock, examples=part.clock.examples | (whole.clock or part.clock).examples)
             starts.append(starts[-1] + sum(part.gatherer.rows_of.values()))
-            types = tuple(str(of.type) for of in columns.values())
-            alike.setdefault((types, *part.gatherer.columns.items()), []).append(path)
-        gatherer.finish()
+            kinds = str([*map(list, part.gatherer.types.values())])
+            alike.setdefault((kinds, *part.gatherer.columns.items()), []).append(path)
+        gatherer.complete()
         spark.put("files", pa.table({"number": np.arange(len(tasks)), "start": starts[:-1]}))
         described, queries = spark.db.sql("describe rows").fetchall(), list[str]()
         for number, ((_, *names), paths) in enumerate(alike.items()):

@@ -7,7 +7,7 @@ and the other columns under the names in `Actions.columns`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -18,30 +18,36 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
-from logitmix.trainer.data.arrow import as_numpy, codes_of, is_list, is_text, is_time
-from logitmix.trainer.data.engine import Duck, quoted, scratch
-from logitmix.trainer.data.times import Clock, outliers_of, unit_of
+from logitmix.trainer.data.arrow import codes_of
+from logitmix.trainer.data.engine import Duck, scratch
+from logitmix.trainer.data.times import INTEGER_TYPES, Clock, outliers_of, unit_of
 from logitmix.trainer.data.writer import Counted
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.files import InputFile, is_zip, magic
 from logitmix.trainer.prepare.jsonl import is_json, read_json
 from logitmix.trainer.prepare.lists import Lists
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block, Keys, read_parquet
+from logitmix.trainer.prepare.scan import Keys, Raw, bytes_as_text, common, literal, read_parquet
 from logitmix.trainer.prepare.text import CSV, Layout, read_text
 from logitmix.trainer.prepare.write import PartWriter, write_sequences
 
 TIME = "a number between -2^62 and 2^62"
-OWN = 'file integer, line bigint, place integer, "user" varchar, item varchar, time bigint, fraction integer'
-ROWS = OWN + ", day_first bigint"
+OWN = "file integer, line bigint, place integer, written varchar, problem varchar"
+ROWS = (
+    'file integer, line bigint, place integer, "user" varchar, item varchar, time bigint, fraction integer, '
+    "day_first bigint"
+)
 """Columns of the table `rows`, before those of the source."""
+GATHERED = f"{ROWS}, form varchar, written varchar, problem varchar"
 ORDER = "file, line, place"
 """Of the rows as they are in the files."""
+SEEN = "(file::bigint << 40) + line"
+LABEL = "(select label from labels where labels.file = rows.file)"
 
 
-def read_blocks(
-    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, layout: Layout = CSV
-) -> Iterator[Block]:
+def read_file(
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, duck: Duck, layout: Layout = CSV
+) -> Raw:
     """All columns of a file of any kind, and those of the subfolders KEY=VALUE that it is in. The file's own column of
     such a name counts before them. ValueError if the file is JSON but not of one object a line, or not readable
     Parquet."""
@@ -57,77 +63,86 @@ def read_blocks(
     if layout.columns and (parquet or is_json(file)):
         raise ValueError(f"{file.label}: names its columns itself; --columns is for CSV without a header")
     if parquet:
-        blocks = read_parquet(file, keys_within, rejects, progress)
+        raw = read_parquet(file, keys_within, rejects, duck)
     elif is_zip(file.path) and not file.member:
         raise ValueError(f"{file.path}: is a zip; unpack it and give the table in it (or write that of Excel as CSV)")
     elif is_json(file):
-        blocks = read_json(file, keys_within, rejects, progress)
+        raw = read_json(file, keys_within, rejects, progress, duck)
     else:
-        blocks = read_text(file, keys_within, rejects, progress, layout)
-    for block in blocks:
-        added = {
-            name: pa.repeat(pa.scalar(value, pa.string()), len(block.numbers))
-            for name, value in partition.items()
-            if name not in own
-        }
-        yield replace(block, keys=wanted, columns=block.columns | added)
+        raw = read_text(file, keys_within, rejects, progress, duck, layout)
+    added = {
+        name: "null::varchar" if value is None else literal(value)
+        for name, value in partition.items()
+        if name not in own
+    }
+    return replace(raw, columns=raw.columns | added, keys=wanted)
 
 
 class Gatherer:
-    """A table of a database that grows block by block, and gets the columns that blocks have."""
+    """A table of a database that grows file by file, and gets the columns that files have."""
 
     def __init__(self, duck: Duck, name: str, own: str) -> None:
         self.duck, self.name = duck, name
         duck.db.execute(f"create or replace table {name} ({own})")
         self.columns: dict[str, str] = {}
         """Names in the database, by those of the source."""
-        self.unread: dict[str, pa.DataType] = {}
-        """Columns that have another type than those that can be features."""
-        self._types: dict[str, dict[pa.DataType, str]] = {}
+        self.unread: dict[str, str] = {}
+        """Why columns cannot be features that have other types than these."""
+        self.labels: list[str] = []
+        """The files, by their numbers in the table."""
+        self.kinds: dict[str, str | None] = {}
+        """Kinds of columns that files state."""
+        self.types: dict[str, dict[str, str]] = {}
         """The types of each column so far, but that of missing values, each with the first file that has it."""
         self.files_of: dict[str, set[str]] = {}
         self.rows_of: dict[str, int] = {}
 
-    def append(self, own: pa.Table, columns: Mapping[str, pa.Array], label: str) -> None:
-        """Adds rows of a file; a column that is missing here, or was missing before, has nulls there. ValueError if the
-        types of a column cannot be one."""
-        self.rows_of[label] = self.rows_of.get(label, 0) + len(own)
-        for name, values in columns.items():
-            self.files_of.setdefault(name, set()).add(label)
-            values = _plain(values)
-            if pa.types.is_null(values.type):
+    def append(self, raw: Raw, own: Mapping[str, str], wrong: str) -> None:
+        """Adds the rows of a file, of which `own` are the table's own columns, and `wrong` the conditions of CASE for
+        malformed rows; a column that is missing here, or was missing before, has nulls there. ValueError if the types
+        of a column cannot be one."""
+        columns = {"file": str(len(self.labels)), "line": "line", "place": raw.place, "written": "written", **own}
+        columns["problem"] = f"case when problem is not null then problem{wrong} end"
+        for (name, values), kind in zip(raw.others.items(), raw.types(*raw.others), strict=True):
+            self.files_of.setdefault(name, set()).add(raw.label)
+            if kind.id == "null":
                 continue
-            if not (sql_type := _sql_type(values.type)):
+            values, sql_type = common(values, kind, raw)
+            if not sql_type:
                 # Rows that differ in it are different all the same.
-                self.unread[name] = values.type
-                texts = [None if value is None else repr(value) for value in values.to_pylist()]
-                values, sql_type = pa.array(texts, pa.string()), "varchar"
-            self._admit(name, values.type, sql_type, label)
-            own = own.append_column(self.columns[name], values)
-        if len(own):
-            self.duck.db.register("arrow_rows", own)
-            self.duck.db.execute(f"insert into {self.name} by name select * from arrow_rows")
-            self.duck.db.unregister("arrow_rows")
+                self.unread[name], values, sql_type = f"of type {kind.id}", f"({values})::varchar", "varchar"
+            self.admit(name, sql_type, raw.label)
+            columns[self.columns[name]] = values
+        made, before = ", ".join(f'{values} as "{name}"' for name, values in columns.items()), self._count()
+        if not raw.runs(insert := f"insert into {self.name} by name select {made} from "):
+            raw.carefully().runs(insert)
+        self.rows_of[raw.label] = self._count() - before
+        self.labels.append(raw.label)
+        self.kinds |= raw.kinds
 
-    def _admit(self, name: str, kind: pa.DataType, sql_type: str, label: str) -> None:
+    def _count(self) -> int:
+        count: int = self.duck.row(f"select count(*) from {self.name} where problem is null")[0]
+        return count
+
+    def admit(self, name: str, sql_type: str, label: str) -> None:
         """Makes room for values of this type in the column."""
-        types = self._types.setdefault(name, {})
-        if kind in types:
+        types = self.types.setdefault(name, {})
+        if sql_type in types:
             return
         table, column = f"alter table {self.name}", self.columns.get(name)
         if column is None:
             self.columns[name] = column = self._free(name)
             self.duck.db.execute(f"{table} add column {column} {sql_type}")
         elif types:
-            lists = all(is_list(of) and not pa.types.is_nested(of.value_type) for of in (kind, *types))
-            if not lists and any(pa.types.is_nested(of) for of in (kind, *types)):
-                named = " and ".join(f"{of} in {file or 'some rows'}" for of, file in {**types, kind: label}.items())
+            lists = all(of.endswith("[]") and "(" not in of for of in (sql_type, *types))
+            if not lists and any(of.endswith("[]") for of in (sql_type, *types)):
+                named = " and ".join(f"{of} in {file}" for of, file in {**types, sql_type: label}.items())
                 raise ValueError(f"column {name} is of type {named}; write it in one type")
-            numbers = lists and not any(is_text(of.value_type) for of in (kind, *types))
-            common = "double[]" if numbers else "varchar[]" if lists else "varchar"
+            numbers = lists and "varchar[]" not in (sql_type, *types)
+            common_type = "double[]" if numbers else "varchar[]" if lists else "varchar"
             # CSV and Parquet, or integers and floats: numbers are recognized from the text again.
-            self.duck.db.execute(f"{table} alter column {column} type {common}")
-        types[kind] = label
+            self.duck.db.execute(f"{table} alter column {column} type {common_type}")
+        types[sql_type] = label
 
     def _free(self, name: str) -> str:
         """A name in the database: no other one differs from it in case alone."""
@@ -138,54 +153,65 @@ class Gatherer:
             made = f"{plain}_{number}"
         return made
 
-    def finish(self) -> list[str]:
-        """Adds the columns without any value. Returns lines about files without rows, and about columns that some of
-        the others lack."""
+    def reject(self, rejects: Rejects, own: str) -> None:
+        """Lists the malformed rows, of which the `own` columns are shown first, and removes them."""
+        found = self.duck.db.execute(
+            f"select file, line, problem, concat_ws(',', {', '.join([own, *self.columns.values()])}) from {self.name} "
+            f"where problem is not null order by {ORDER}"
+        )
+        while rows := found.fetchmany(10_000):
+            for file, line, problem, text in rows:
+                rejects.add(self.labels[file], line, problem, text)
+        rejects.lines += self.duck.row(f"select count(*) from {self.name}")[0]
+        self.duck.db.execute(f"delete from {self.name} where problem is not null")
+
+    def complete(self) -> None:
+        """Adds the columns without any value."""
         for name in self.files_of:
             if name not in self.columns:
-                self.columns[name] = self._free(name)
-                self.duck.db.execute(f"alter table {self.name} add column {self.columns[name]} varchar")
+                self.admit(name, "varchar", "")
+
+    def finish(self, rejects: Rejects) -> None:
+        """Completes the columns, and says which files have no rows, and which columns some of them lack."""
+        self.complete()
         files = [file for file, rows in self.rows_of.items() if rows]
         empty = [file for file, rows in self.rows_of.items() if not rows]
-        lines = []
         if empty and files:
             have = "has" if len(empty) == 1 else "have"
-            lines = [f"{len(empty):,} of {len(self.rows_of):,} files {have} no rows, such as {empty[0]}"]
+            rejects.say(f"{len(empty):,} of {len(self.rows_of):,} files {have} no rows, such as {empty[0]}")
         lacking = {name: [file for file in files if file not in of] for name, of in self.files_of.items()}
         said = ", ".join(
             f"{name} (in {len(files) - len(of):,} of {len(files):,} files, and not in {of[0]})"
             for name, of in lacking.items()
             if 0 < len(of) < len(files)
         )
-        return [*lines, f"missing values where files lack a column: {said}"] if said else lines
+        if said:
+            rejects.say(f"missing values where files lack a column: {said}")
 
 
-def _plain(values: pa.Array) -> pa.Array:
-    """Without dictionaries; times and decimals as text."""
-    kind = values.type
-    if pa.types.is_dictionary(kind):
-        return _plain(values.cast(kind.value_type))
-    if is_time(kind) or pa.types.is_decimal(kind) or (pa.types.is_large_string(kind)):
-        return values.cast(pa.string())
-    if pa.types.is_uint64(kind):
-        try:
-            return values.cast(pa.int64())
-        except pa.ArrowInvalid:
-            return values.cast(pa.string())
-    return values.cast(pa.int64()) if pa.types.is_integer(kind) else values
-
-
-def _sql_type(kind: pa.DataType) -> str:
-    """ "" for those that can be no feature."""
-    if is_list(kind):
-        if pa.types.is_struct(kind.value_type):
-            return f"struct({', '.join(f'{quoted(of.name)} {_sql_type(of.type)}' for of in kind.value_type)})[]"
-        element = "" if is_list(kind.value_type) else _sql_type(kind.value_type)
-        return element and f"{element}[]"
-    if pa.types.is_integer(kind):
-        return "bigint"
-    names = {pa.string(): "varchar", pa.bool_(): "boolean", pa.float32(): "float", pa.float64(): "double"}
-    return names.get(kind, "")
+def id_of(raw: Raw, name: str, owner: str) -> tuple[str, str]:
+    """The expressions of the ids in a column as text: integers and whole numbers by their digits, as far as these are
+    exact; and of why one is malformed, as conditions of CASE. ValueError if the column cannot be ids."""
+    (kind,), value = raw.types(name), raw.columns[name]
+    plain, why = f"{value}::varchar", "is not a whole number that is exact"
+    text = plain
+    if kind.id in ("float", "double"):
+        # From 2^53 or 2^24 on, several whole numbers have the same float.
+        exact = f"{value} = floor({value}) and abs({value}) < {2**53 if kind.id == 'double' else 2**24}"
+        text = f"case when {exact} then {value}::bigint::varchar end"
+    elif kind.id == "decimal":
+        text = (
+            f"case when regexp_full_match({plain}, '-?[0-9]+(\\.0*)?') then regexp_replace({plain}, '\\.0*$', '') end"
+        )
+    elif kind.id == "blob":
+        text, why = bytes_as_text(value, raw)[0], "is not UTF-8"
+    elif kind.id not in (*INTEGER_TYPES, "varchar", "enum", "uuid", "boolean"):
+        raise ValueError(f"{raw.label}: column {name} is of type {kind}; ids must be integers or text")
+    inexact = f" when {text} is null and {value} is not null then concat('the {owner} ', {plain}, ' {why}')"
+    return text, (
+        f"{inexact if text != plain else ''} when coalesce({text}, '') = '' then 'the {owner} is empty'"
+        f" when contains({text}, chr(0)) then 'the {owner} has a NUL byte'"
+    )
 
 
 @dataclass
@@ -255,25 +281,18 @@ class SideTable:
         )
 
 
-def side_table(blocks: Iterable[Block], rejects: Rejects) -> SideTable:
-    """The rows with an id, which is the first key of the blocks."""
-    duck = scratch()
-    gatherer, kinds = Gatherer(duck, "side", "line bigint, id varchar"), dict[str, str | None]()
-    count = 0
-    for block in blocks:
-        wrong = wrong_ids("id", block.columns[block.keys[0]])
-        block = block.only(block.reject(wrong, rejects))
-        lines = pa.array(np.arange(count, count + len(block.numbers)))
-        gatherer.append(pa.table({"line": lines, "id": block.columns[block.keys[0]]}), block.others, block.label)
-        kinds |= block.kinds
-        count += len(block.numbers)
-    for line in gatherer.finish():
-        rejects.say(line)
-    table = duck.table("select * from side order by line")
-    duck.drop("side")
+def side_table(raws: Iterable[Raw], rejects: Rejects) -> SideTable:
+    """The rows with an id, which is the first key of the files."""
+    gatherer = Gatherer(scratch(), "side", f"{OWN}, id varchar")
+    for raw in raws:
+        text, wrong = id_of(raw, raw.keys[0], "id")
+        gatherer.append(raw, {"id": text}, wrong)
+    gatherer.reject(rejects, "id, written")
+    gatherer.finish(rejects)
+    table = gatherer.duck.table(f"select * from side order by {ORDER}")
+    gatherer.duck.drop("side")
     columns = {name: table[of].combine_chunks() for name, of in gatherer.columns.items()}
-    unread = {name: f"of type {str(kind).partition('<')[0]}" for name, kind in gatherer.unread.items()}
-    return SideTable(table["id"].combine_chunks(), columns, kinds, unread=unread)
+    return SideTable(table["id"].combine_chunks(), columns, gatherer.kinds, unread=gatherer.unread)
 
 
 @dataclass
@@ -311,67 +330,63 @@ class Job:
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of columns of any owner."""
 
-    def read_actions(self, blocks: Iterable[Block], clock: Clock | None, must: str = TIME) -> None:
+    def read_actions(self, raws: Iterable[Raw], clock: Clock | None, must: str = TIME) -> None:
         """Makes the table `rows`, as `gather` and `settle` do."""
-        self.settle(self.gather(blocks, clock, must))
+        self.settle(self.gather(raws, clock, must))
 
     def gather_files(self, gather: Callable[["Job", Sequence[InputFile]], "Gathered"]) -> "Gathered":
         """Makes the table `rows` of `files` by a function that does so with files of a job, here of all at once."""
         return gather(self, self.files)
 
-    def gather(self, blocks: Iterable[Block], clock: Clock | None, must: str = TIME, first: int = 0) -> "Gathered":
-        """Makes the table `rows` of blocks with the keys user, item and, with a clock, time; `must` says what a time
+    def gather(self, raws: Iterable[Raw], clock: Clock | None, must: str = TIME, first: int = 0) -> "Gathered":
+        """Makes the table `rows` of files with the keys user, item and, with a clock, time; `must` says what a time
         must be. Without a clock the order of the rows is the time, which begins with `first`."""
-        gatherer, labels = Gatherer(self.duck, "rows", ROWS), dict[str, int]()
-        taken, kinds = first, dict[str, str | None]()
-        for block in blocks:
-            file = labels.setdefault(block.label, len(labels))
-            times = None
-            if clock:
-                try:
-                    times = clock.read(block.label, block.numbers, block.columns[block.keys[2]])
-                except ValueError as error:
-                    raise ValueError(f"{block.label}: column {block.keys[2]} {error}") from None
-            block, times = self._accept(block, times, must)
-            rows = len(block.numbers)
-            if times is None:
-                times = pa.table(
-                    {
-                        "seconds": pa.array(np.arange(taken, taken + rows)),
-                        "fraction": pa.array(np.zeros(rows, np.int32)),
-                    }
-                )
-                taken += rows
-            places = np.zeros(rows, np.int32) if block.places is None else block.places.astype(np.int32)
-            fractions = times["fraction"].to_numpy() + (places if block.one_time else 0)
-            own = {
-                "file": pa.array(np.full(rows, file, np.int32)),
-                "line": pa.array(block.numbers),
-                "place": pa.array(places),
-                "user": block.columns[block.keys[0]],
-                "item": block.columns[block.keys[1]],
-                "time": times["seconds"],
-                "fraction": pa.array(fractions, pa.int32()),
-            }
-            if "day_first" in times.column_names and times["day_first"].null_count < rows:
-                own["day_first"] = times["day_first"]
-            gatherer.append(pa.table(own), block.others, block.label)
-            kinds |= block.kinds
-        return Gathered(gatherer, list(labels), kinds, clock)
+        gatherer = Gatherer(self.duck, "rows", GATHERED)
+        for raw in raws:
+            user, item = (id_of(raw, name, owner) for name, owner in zip(raw.keys, ("user", "item"), strict=False))
+            own = {"user": user[0], "item": item[0], "fraction": "0"} | (self._times(raw, clock) if clock else {})
+            if raw.one_time:
+                own["fraction"] += f" + {raw.place}"
+            gatherer.append(raw, own, user[1] + item[1])
+        if clock:
+            clock.read_written(self.duck)
+            self.duck.db.execute(
+                f"""update rows set problem = case when coalesce(written, '') = '' then 'the timestamp is missing' else
+                concat('the timestamp ', chr(39), left(written, 40), chr(39), ' is not ', {literal(must)}) end
+                where time is null and problem is null"""
+            )
+            self._put_labels(gatherer.labels)
+            clock.note_examples(self.duck, f"{LABEL} || ':' || line", SEEN)
+        gatherer.reject(self.rejects, '"user", item, coalesce(written, time::varchar)')
+        for name in ("form", "written", "problem"):
+            self.duck.db.execute(f"alter table rows drop column {name}")
+        if not clock:
+            nth = f"row_number() over (order by {ORDER})"
+            self.duck.make("rows", f"select * replace ({nth} - 1 + {first} as time) from rows")
+        return Gathered(gatherer, gatherer.labels, gatherer.kinds, clock)
 
     def settle(self, gathered: "Gathered", time_name: str = "") -> None:
         """Finds what is known of the actions once all of them are in the table `rows`."""
         gatherer = gathered.gatherer
-        for line in gatherer.finish():
-            self.rejects.say(line)
-        unread = {name: f"of type {str(kind).partition('<')[0]}" for name, kind in gatherer.unread.items()}
-        self.actions = Actions(gatherer.columns, gathered.kinds, unread)
+        gatherer.finish(self.rejects)
+        self.actions = Actions(gatherer.columns, gathered.kinds, gatherer.unread)
         for what in ("user", "item"):
-            seen = "min((file::bigint << 40) + line)"
-            ids = self.duck.table(f'select "{what}" as id, count(*) as n from rows group by 1 order by {seen}, id')
+            ids = self.duck.table(f'select "{what}" as id, count(*) as n from rows group by 1 order by min({SEEN}), id')
             self.actions.ids[what] = ids.append_column("whole", ids["id"])
         if gathered.clock:
             self._settle(gathered.clock, time_name, gathered.labels)
+
+    def _put_labels(self, labels: list[str]) -> None:
+        self.duck.put("labels", pa.table({"file": np.arange(len(labels), dtype=np.int32), "label": labels}))
+
+    def _times(self, raw: Raw, clock: Clock) -> dict[str, str]:
+        """The expressions of the times of a file's rows."""
+        name, value = raw.keys[2], raw.columns[raw.keys[2]]
+        try:
+            found = clock.columns(self.duck, raw.relation, value)
+        except ValueError as error:
+            raise ValueError(f"{raw.label}: column {name} {error}") from None
+        return found | {"written": f"coalesce(written, case when {found['time']} is null then {value}::varchar end)"}
 
     def _settle(self, clock: Clock, name: str, labels: list[str]) -> None:
         """Finds what the times are, which depends on all of them."""
@@ -386,9 +401,8 @@ class Job:
         elif clock.unit is not None:
             self.actions.unit = clock.unit
         elif self.duck.row("select count(*) from rows")[0]:
-            self.duck.put("labels", pa.table({"file": np.arange(len(labels), dtype=np.int32), "label": labels}))
-            place = "(select label from labels where labels.file = rows.file) || ':' || line || ': '"
-            self.actions.unit = unit_of(self.duck, "time", "rows", place)
+            self._put_labels(labels)
+            self.actions.unit = unit_of(self.duck, "time", "rows", f"{LABEL} || ':' || line || ': '")
         if self.actions.unit and (outliers := outliers_of(self.duck, self.actions.time, self.actions.unit)):
             column = self.options.timestamp_column
             self.rejects.say(
@@ -400,30 +414,6 @@ class Job:
         """Writes sequences/ of the rows of a query in this order."""
         rows = f"select * exclude (file, line, place) from ({actions}) as actions order by {order}"
         return write_sequences(writer, self.duck.batches(rows))
-
-    def _accept(self, block: Block, times: pa.Table | None, must: str) -> tuple[Block, pa.Table | None]:
-        """The rows with both ids and a time; the others are rejected."""
-        user, item = block.keys[:2]
-        reasons = wrong_ids("item", block.columns[item]) | wrong_ids("user", block.columns[user])
-        if times is not None and times["seconds"].null_count:
-            written = block.columns[block.keys[2]]
-            for row in np.flatnonzero(as_numpy(times["seconds"].is_null())).tolist():
-                said = f"{str(written[row])[:40]!r} is not {must}" if written[row].is_valid else "is missing"
-                reasons.setdefault(row, f"the timestamp {said}")
-        kept = block.reject(dict(sorted(reasons.items())), self.rejects)
-        self.rejects.check_format(block.label)
-        return block.only(kept), times.filter(pa.array(kept)) if times is not None and reasons else times
-
-
-def wrong_ids(owner: str, ids: pa.Array) -> dict[int, str]:
-    """Why some are no ids, by row: they are missing, or have a NUL byte, which ends a text for other programs."""
-    wrong = pc.fill_null(pc.equal(ids, ""), True)
-    if b"\0" in bytes(ids.buffers()[2] or b""):
-        wrong = pc.or_(wrong, pc.fill_null(pc.match_substring(ids, "\0"), False))
-    return {
-        row: f"the {owner} {'has a NUL byte' if ids[row].as_py() else 'is empty'}"
-        for row in np.flatnonzero(as_numpy(wrong)).tolist()
-    }
 
 
 Reader = Callable[[Job], None]

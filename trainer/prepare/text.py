@@ -1,50 +1,48 @@
-"""Delimited text in blocks of rows: CSV with or without a header, and the text formats of public datasets.
+"""Delimited text: CSV with or without a header, and the text formats of public datasets.
 
-What a row is, is defined by Python's csv module, strict about quotes and the length of fields. Arrow reads lines that
-every reader splits in the same way, many at once. Lines with quotes in the middle of fields, rows of several lines and
-long lines go to the csv module one by one. A quote that would swallow rows ends with its line. Between tabs, quotes are
+What a row is, is defined by Python's csv module, strict about quotes and the length of fields. DuckDB reads a file that
+it splits in the same way: one without quotes next to other characters, and of which each line is a row of the right
+width. Any other file is read line by line. A quote that would swallow rows ends with its line. Between tabs, quotes are
 text. Lines end in LF, CRLF or CR.
 """
 
 import csv
 import io
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 from rich.progress import Progress
 
 from logitmix.common.mappings import counted
-from logitmix.trainer.data.arrow import as_numbers, is_utf8
-from logitmix.trainer.prepare.files import InputFile
+from logitmix.trainer.data.arrow import is_encodable
+from logitmix.trainer.data.engine import Duck
+from logitmix.trainer.prepare.files import InputFile, magic, plain
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block, Keys, check_names, is_named
+from logitmix.trainer.prepare.scan import NO_PROBLEM, Keys, Raw, append, check_names, is_named, literal, place_of
 
 BLOCK_BYTES = 4 << 20
 LONGEST_LINE = 64 << 20
 DELIMITERS = ",;\t|"
-SEPARATOR = b"\x1f"
-"""Takes the place of a delimiter of several characters, or of any white space."""
 KINDS_OF_TYPES: Mapping[str, str] = {"token": "id", "float": "number", "token_seq": "ids"}
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
 MANY = 8
 """Lines that look like rows are no coincidence, even where nothing in them is like an id, a number or a time."""
+NUMBER = r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 _QUOTED = re.compile(r'".*"')
 _DELIMITER_LINE = re.compile(rb'"?sep=(.)"?\r?\n', re.IGNORECASE)
 """The first line by which Excel is told the delimiter."""
-_ESCAPED_QUOTE = re.compile(rb'(?<!\\)((?:\\\\)*)\\"')
+_ESCAPED_QUOTE = re.compile(r'(?<!\\)((?:\\\\)*)\\"')
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
-_NUMBER = re.compile(r"-?[0-9][0-9.:/TZ+ -]*")
-"""Or a time."""
-_MARK = 0x10FE00
-"""Plus a byte that is not UTF-8: the character of private use that stands for it while a line is split."""
-_MARKS = f"[{chr(_MARK + 0x80)}-{chr(_MARK + 0xFF)}]"
+_SHAPE_OF_NUMBERS = re.compile(r"-?[0-9][0-9.:/TZ+ -]*")
+"""Or of times."""
+_BLANKS = re.compile(r"[ \t\v\f]+")
+_BETWEEN_TABS = re.compile(rb'(?m)(?:^|(?<=\t))"[^\t\r\n]*"(?=[\t\r\n]|\Z)')
 
 
 @dataclass(frozen=True)
@@ -78,49 +76,41 @@ def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, byte
             block = carry + more
             end = block.rfind(b"\n") + 1
             block, carry = block[:end], block[end:]
-            if len(block) > LONGEST_LINE:
-                lengths = np.diff(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")), prepend=-1)
-                _require_short(file.label, first + int(lengths.argmax()), int(lengths.max()) - 1)
+            if max(len(carry), len(block)) > LONGEST_LINE and (
+                long := [at for at, of in enumerate([*block.split(b"\n")[:-1], carry]) if len(of) > LONGEST_LINE]
+            ):
+                limit = f"{LONGEST_LINE >> 20} MiB" if LONGEST_LINE >= 1 << 20 else f"{LONGEST_LINE} bytes"
+                raise ValueError(f"{file.label}:{first + long[0]}: a line of more than {limit}; is this a text file?")
             if block:
                 yield first, block
                 first += block.count(b"\n")
-            _require_short(file.label, first, len(carry))
     if carry:
         yield first, carry + b"\n"
-
-
-def _require_short(label: str, line: int, length: int) -> None:
-    """ValueError if a line has more bytes than are allowed."""
-    if length > LONGEST_LINE:
-        limit = f"{LONGEST_LINE >> 20} MiB" if LONGEST_LINE >= 1 << 20 else f"{LONGEST_LINE} bytes"
-        raise ValueError(f"{label}:{line}: a line of more than {limit}; is this a text file?")
-
-
-def read_text(
-    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, layout: Layout = CSV
-) -> Iterator[Block]:
-    """All columns, as text. Where a header states types, as name:token_seq, sequences are lists, and the blocks have
-    the kinds. Rows with another number of fields, or whose keys are not UTF-8, are rejected. ValueError if a header is
-    missing."""
-    reader: _Reader | None = None
-    for first, block in line_blocks(file, progress):
-        if reader is None:
-            if excel := _DELIMITER_LINE.match(block):
-                layout = replace(layout, delimiter=layout.delimiter or excel[1].decode())
-                first, block = first + 1, block[excel.end() :]
-            reader, skipped, block = _Reader.begin(file.label, first, block, keys, rejects, layout)
-            reader.next_line = first + skipped
-            yield reader.table(np.empty(0, np.int64), [pa.array([], pa.string()) for _ in reader.header])
-        yield reader.read(block)
-    if reader is None:
-        keys(file.label, list(layout.columns))
-    else:
-        yield from reader.rest()
 
 
 def fixed_keys(*names: str) -> Keys:
     """The keys of a format whose columns have these names."""
     return lambda label, header: list(names)
+
+
+def read_text(
+    file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, duck: Duck, layout: Layout = CSV
+) -> Raw:
+    """All columns, as text. Where a header states types, as name:token_seq, sequences are lists, and the columns have
+    the kinds. Rows with another number of fields, or whose keys are not UTF-8, are malformed. ValueError if a header is
+    missing."""
+    _, start = next(line_blocks(file, Progress(disable=True)), (1, b""))
+    start = start[: start.find(b"\n", 1 << 16) + 1 or None]
+    if not start:
+        keys(file.label, list(layout.columns))
+        layout = replace(layout, columns=layout.columns or layout.header.split(","), header="", fixed=True)
+    skipped = 0
+    if excel := _DELIMITER_LINE.match(start):
+        layout = replace(layout, delimiter=layout.delimiter or excel[1].decode())
+        start, skipped = start[excel.end() :], 1
+    text = _Text.begin(file, start, keys, rejects, layout)
+    text.skipped += skipped
+    return text.by_duckdb(duck, progress) or text.raw(duck, text.by_lines(duck, progress))
 
 
 @dataclass(frozen=True)
@@ -131,97 +121,107 @@ class _Dialect:
     quotes: bool
     """False: they are text."""
 
-    @property
-    def separator(self) -> str:
-        """What stands between the fields that are split."""
-        return self.delimiter if len(self.delimiter) == 1 and self.delimiter != " " else SEPARATOR.decode()
-
-    def reader(self, lines: Iterable[str], strict: bool = True) -> Any:
-        if self.quotes:
-            return csv.reader(lines, delimiter=self.separator, strict=strict)
-        return csv.reader(lines, delimiter=self.separator, quoting=csv.QUOTE_NONE, strict=strict)
-
-    def separated(self, block: bytes) -> bytes:
-        """With SEPARATOR for a delimiter that is not one character."""
+    def fields(self, line: str) -> list[str]:
+        """Of a line without quotes, or with quotes that are text."""
+        line = line.rstrip("\r\n")
         if self.delimiter == " ":
-            return re.sub(rb"[ \t\v\f]+", SEPARATOR, re.sub(rb"(?m)^[ \t\v\f\r]+|[ \t\v\f\r]+$", b"", block))
-        return block.replace(self.delimiter.encode(), SEPARATOR) if len(self.delimiter) > 1 else block
+            line = line.strip(" \t\v\f\r")
+            return _BLANKS.split(line) if line else []
+        return line.split(self.delimiter) if line else []
+
+    def alike(self, lines: Sequence[str], width: int) -> list[list[str]] | None:
+        """The columns of lines without quotes that all have so many fields, two or more; None for others. Many lists,
+        one for each line, would be looked through by Python's garbage collection."""
+        text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
+        if width < 2 or not text or "\r" in text:
+            return None
+        if self.delimiter == " ":
+            if not text.isascii() or {len(line.split()) for line in lines} != {width}:
+                return None
+            flat = text.split()
+        elif {line.count(self.delimiter) for line in lines} != {width - 1}:
+            return None
+        else:
+            flat = text.replace("\n", self.delimiter).split(self.delimiter)
+        return [flat[place::width] for place in range(width)]
+
+    def rows(
+        self, lines: Iterable[str], width: int = 0, number: int = 1
+    ) -> Iterator[tuple[int, list[str], str, list[str]]]:
+        """The number of the first line of each row, its fields, why it is malformed, and its lines, of which the first
+        one has this `number`. A quote that would swallow rows of a `width` ends with its line."""
+        source, waiting = iter(lines), deque[str]()
+        while line := (waiting.popleft() if waiting else next(source, "")):
+            taken, fields, error = [line], list[str](), ""
+            if not self.quotes or '"' not in line:
+                fields = self.fields(line)
+            else:
+                more = _taking(taken, waiting, source)
+                try:
+                    fields = next(csv.reader(more, delimiter=self.delimiter, strict=True))
+                except csv.Error as problem:
+                    error = f"not CSV ({problem})"
+                if width and len(taken) > 1 and swallows_rows(taken, self, width, len(fields) != width):
+                    error = f"a quote opens that would swallow {len(taken) - 1:,} more lines, rows among them"
+                    waiting.extendleft(reversed(taken[1:]))
+                    taken = taken[:1]
+            yield number, fields, error, taken
+            number += len(taken)
+
+    def first(self, start: str) -> tuple[list[str], int, str]:
+        """The first row that is not blank, the number of lines up to its end, and why it is no CSV."""
+        rows = self.rows(io.StringIO(start, newline=""))
+        found = ((fields, at + len(taken) - 1, error) for at, fields, error, taken in rows if fields or error)
+        return next(found, ([], 0, ""))
 
 
-def _lines(block: bytes) -> list[str]:
-    return io.StringIO(block.decode("utf-8", "surrogateescape"), newline="").readlines()
-
-
-def _starts(data: np.ndarray) -> np.ndarray:
-    """Where lines start, which end in LF, CRLF or CR; and the end of the last one."""
-    ends = data == ord("\n")
-    carriage = data == ord("\r")
-    if carriage.any():
-        carriage[:-1] &= data[1:] != ord("\n")
-        ends |= carriage
-    return np.concatenate([[0], np.flatnonzero(ends) + 1])
-
-
-def _first_row(lines: Sequence[str], dialect: _Dialect) -> tuple[list[str], int, str]:
-    """The first row that is not blank, the number of lines up to its end, and why it is no CSV."""
-    rows = dialect.reader(lines)
-    try:
-        fields: list[str] = next((row for row in rows if row), [])
-    except csv.Error as error:
-        return [], rows.line_num, f"not CSV ({error})"
-    return fields, rows.line_num, ""
+def _taking(taken: list[str], waiting: deque[str], source: Iterator[str]) -> Iterator[str]:
+    """The lines of a row as csv asks for them, which are noted in `taken`."""
+    yield taken[0]
+    while line := (waiting.popleft() if waiting else next(source, "")):
+        taken.append(line)
+        yield line
 
 
 @dataclass
-class _Reader:
-    """Reads a text block by block."""
+class _Text:
+    """A file of delimited text."""
 
-    label: str
+    file: InputFile
     rejects: Rejects
     dialect: _Dialect
     header: list[str]
-    key_names: list[str]
+    keys: list[str]
     types: dict[str, str]
     """By the columns' names, those that the header states."""
-    carry: bytes = b""
-    """The start of a row that goes on in the next block."""
-    quoted: int = 0
-    """Fields whose quotes are text."""
-    first_quoted: int = 0
-    """The line of the first of them."""
-    next_line: int = 1
-    block: bytes = b""
-    """Lines as they are in the file, from the number `first` on; empty if they can be told from what is read."""
-    first: int = 1
+    skipped: int
+    """Lines before the data."""
+    quoted: list[int] = field(default_factory=list)
+    """Lines with fields whose quotes are text."""
     escapes: bool = False
-    """Whether quotes within fields are escaped by backslashes, which becomes "" where a block is read."""
+    """Whether quotes within fields are escaped by backslashes."""
 
     @classmethod
-    def begin(
-        cls, label: str, first: int, block: bytes, keys: Keys, rejects: Rejects, layout: Layout
-    ) -> tuple["_Reader", int, bytes]:
-        """For a text that begins with this block; also the number of lines that are no data, and the block without
-        them."""
-        skipped = 0
+    def begin(cls, file: InputFile, start: bytes, keys: Keys, rejects: Rejects, layout: Layout) -> "_Text":
+        """For a text that starts so."""
+        label, text = file.label, start.decode("utf-8", "surrogateescape")
         dialects = [
-            _Dialect(one, one != "\t" if layout.quotes is None else layout.quotes)
+            _Dialect(one, one not in "\t " and len(one) == 1 if layout.quotes is None else layout.quotes)
             for one in ([layout.delimiter] if layout.delimiter else DELIMITERS)
         ]
-        starts = {one: _lines(one.separated(block[: block.find(b"\n", 1 << 16) + 1 or None])) for one in dialects}
-        if layout.header:
-            found = starts[dialects[0]][0].rstrip("\r\n")
-            if found != layout.header:
-                raise ValueError(f"{label}: starts with {found[:80]!r}, not with the header {layout.header}")
+        line = re.split("[\r\n]", text, maxsplit=1)[0]
+        if layout.header and line != layout.header:
+            raise ValueError(f"{label}: starts with {line[:80]!r}, not with the header {layout.header}")
+        firsts = {one: one.first(text) for one in dialects}
         if layout.columns:
-            rows = {one: _first_row(starts[one], one)[0] for one in dialects}
-            dialect = max(dialects, key=lambda one: len(rows[one]) == len(layout.columns))
+            dialect = max(dialects, key=lambda one: len(firsts[one][0]) == len(layout.columns))
             if not layout.fixed:
-                _check_unnamed(label, rows[dialect], layout.columns)
+                _check_unnamed(label, firsts[dialect][0], layout.columns)
             header, types = ["" if name == "_" else name for name in layout.columns], dict[str, str]()
             skipped = 1 if layout.header else 0
         else:
-            dialect = max(dialects, key=lambda one: _fitness(label, keys, _first_row(starts[one], one)[0]))
-            row, skipped, error = _first_row(starts[dialect], dialect)
+            dialect = max(dialects, key=lambda one: _fitness(label, keys, firsts[one][0]))
+            row, skipped, error = firsts[dialect]
             if error:
                 raise ValueError(f"{label}: its header is {error}; is it a table of text?")
             header, types = _typed(row)
@@ -231,210 +231,158 @@ class _Reader:
                 )
         key_names = _keys_of(label, header, keys)
         check_names(label, [name for name in header if name or not layout.columns], key_names, rejects)
-        starts_of_lines = _starts(np.frombuffer(block, np.uint8))
-        data = block[starts_of_lines[min(skipped, len(starts_of_lines) - 1)] :]
-        return cls(label, rejects, dialect, header, key_names, types), skipped, data
+        return cls(file, rejects, dialect, header, key_names, types, skipped)
 
-    def read(self, block: bytes, last: bool = False) -> Block:
-        """The rows of the next lines."""
-        first, self.carry, block = self.next_line, b"", self.carry + block
-        # White space of lines that are rejected is shown as it is.
-        self.block, self.first = block if self.dialect.delimiter == " " else b"", first
-        block = self._unescaped(self.dialect.separated(block))
-        damaged = not is_utf8(block)
-        if damaged:
-            text = block.decode("utf-8", "surrogateescape")
-            block = re.sub("[\udc80-\udcff]", lambda of: chr(_MARK - 0xDC00 + ord(of[0])), text).encode()
-        if not self.dialect.quotes:
-            self._count_quoted(first, block)
-        data = np.frombuffer(block, np.uint8)
-        starts = _starts(data)
-        alone = self._apart(data, starts)
-        rows, numbers = list[list[str]](), list[int]()
-        done, stop = -1, len(starts) - 1
-        for line in np.flatnonzero(alone).tolist():
-            if line < done or line >= stop:
-                continue
-            taken, fields, error = self._row(block, starts, line, last)
-            if taken == 0:
-                # It may go on in the next block.
-                self.carry, stop = block[starts[line] :], line
-                break
-            alone[line : line + taken] = True
-            done = line + taken
-            if error or len(fields) != len(self.header):
-                lines = _lines(block[starts[line] : starts[line + taken]])
-                self._reject(first + line, lines, error or self._width(len(fields)))
-            elif fields:
-                rows.append(fields)
-                numbers.append(first + line)
-        alone, starts, self.next_line = alone[:stop], starts[: stop + 1], first + stop
-        bulk = block[: starts[-1]]
-        if alone.any():
-            bulk = b"".join(block[starts[at] : starts[at + 1]] for at in np.flatnonzero(~alone).tolist())
-        found, columns = self._parse(bulk, first + np.flatnonzero(~alone))
-        self.rejects.lines += len(found) + len(rows)
-        if rows:
-            order = pa.array(np.argsort(np.concatenate([found, numbers]), kind="stable"))
-            more = [pa.array([row[place] for row in rows], pa.string()) for place in range(len(self.header))]
-            columns = [pa.concat_arrays([one, two]).take(order) for one, two in zip(columns, more, strict=True)]
-            found = np.concatenate([found, numbers])[order.to_numpy()]
-        return self.table(found, columns, damaged)
-
-    def _unescaped(self, block: bytes) -> bytes:
-        """Returns the block with two quotes for each that a backslash escapes, if more lines are rows then."""
-        if not self.dialect.quotes or b'\\"' not in block:
-            return block
-        plain = _ESCAPED_QUOTE.sub(rb'\1""', block)
-        if not self.escapes:
-            changed = [of for of in zip(block.split(b"\n"), plain.split(b"\n"), strict=True) if of[0] != of[1]]
-            before, after = (sum(self._is_row(line) for line in lines) for lines in zip(*changed, strict=True))
-            if before >= after:
-                return block
-            self.escapes = True
-            self.rejects.say(f"{self.label}: quotes within fields are taken for escaped by backslashes")
-        return plain
-
-    def _is_row(self, line: bytes) -> bool:
-        """Whether a line is a row by itself."""
-        try:
-            (fields,) = self.dialect.reader(_lines(line))
-        except (csv.Error, ValueError):
-            return False
-        return len(fields) == len(self.header)
-
-    def rest(self) -> Iterator[Block]:
-        """The rows of a text that ends within one; says what its quotes are."""
-        if self.carry:
-            yield self.read(b"", last=True)
-        if self.quoted:
-            self.rejects.say(
-                f"{self.label}: {self.quoted:,} fields between tabs keep their quotes, such as on line "
-                f"{self.first_quoted}; --quote reads them as CSV"
-            )
-
-    def _apart(self, data: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Which lines readers might split in different ways, bool [lines]."""
-        lengths = np.diff(starts)
-        alone = lengths > csv.field_size_limit()
-        quotes = np.flatnonzero(data == ord('"')) if self.dialect.quotes else np.empty(0, np.int64)
-        if not len(quotes):
-            return alone
-        line = np.searchsorted(starts, quotes, "right") - 1
-        # Places of quotes in their line, from 0.
-        rank = np.arange(len(quotes)) - np.searchsorted(line, line)
-        before = np.where(quotes > 0, data[quotes - 1], ord("\n"))
-        after = np.append(data, ord("\n"))[quotes + 1]
-        # Two quotes in a row are a quote inside a field.
-        separator = ord(self.dialect.separator)
-        opens = np.isin(before, [separator, ord("\r"), ord("\n"), ord('"')])
-        closes = np.isin(after, [separator, ord("\r"), ord("\n"), ord('"')])
-        alone[line[np.where(rank % 2 == 0, ~opens, ~closes)]] = True
-        return alone | (np.bincount(line, minlength=len(lengths)) % 2 == 1)
-
-    def _row(self, block: bytes, starts: np.ndarray, line: int, last: bool) -> tuple[int, list[str], str]:
-        """How many lines the row that begins with a line has, its fields, and why it is malformed. No lines if it may
-        go on behind the block."""
-        texts = (block[starts[at] : starts[at + 1]].decode() for at in range(line, len(starts) - 1))
-        rows, fields, error = self.dialect.reader(texts), list[str](), ""
-        try:
-            fields = next(rows)
-        except csv.Error as problem:
-            error = f"not CSV ({problem})"
-        taken = rows.line_num
-        goes_on = error and "end of data" in error
-        if goes_on and not last and len(block) - starts[line] <= (1 << 20) + len(self.header) * csv.field_size_limit():
-            return 0, [], ""
-        lines = _lines(block[starts[line] : starts[line + taken]])
-        broken = len(fields) != len(self.header)
-        if taken > 1 and swallows_rows(lines, self.dialect.separator, len(self.header), broken):
-            return 1, [], f"a quote opens that would swallow {taken - 1:,} more lines, rows among them"
-        return taken, fields, error
-
-    def _parse(self, lines: bytes, numbers: np.ndarray) -> tuple[np.ndarray, list[pa.Array]]:
-        """Lines that are whole rows, read by Arrow: the numbers of those of the right width, and the columns."""
-        malformed: list[Any] = []
-
-        def skip(row: Any) -> str:
-            malformed.append(row)
-            return "skip"
-
-        names = [str(place) for place in range(len(self.header))]
-        if not lines:
-            return np.empty(0, np.int64), [pa.array([], pa.string()) for _ in names]
-        data = np.frombuffer(lines, np.uint8)
-        starts = _starts(data)
-        lengths = np.diff(starts)
-        blank = (lengths == 1) | ((lengths == 2) & (data[starts[:-1]] == ord("\r")))
-        numbers = numbers[~blank]
-        if not len(numbers):
-            return numbers, [pa.array([], pa.string()) for _ in names]
-        table = pyarrow.csv.read_csv(
-            pa.BufferReader(lines),
-            pyarrow.csv.ReadOptions(use_threads=False, block_size=len(lines) + 1, column_names=names),
-            pyarrow.csv.ParseOptions(
-                delimiter=self.dialect.separator,
-                quote_char='"' if self.dialect.quotes else False,
-                invalid_row_handler=skip,
-            ),
-            pyarrow.csv.ConvertOptions(check_utf8=False, column_types=dict.fromkeys(names, pa.string())),
-        )
-        places = np.array([row.number - 1 for row in malformed], np.int64)
-        for row, place in zip(malformed, places, strict=True):
-            width = len(next(self.dialect.reader([row.text]), []))
-            self._reject(int(numbers[place]), [row.text], self._width(width))
-        return np.delete(numbers, places), [column.combine_chunks() for column in table.columns]
-
-    def _width(self, fields: int) -> str:
-        return f"has {counted(fields, 'field')}, not {len(self.header)}"
-
-    def _reject(self, number: int, lines: Sequence[str], reason: str) -> None:
-        more = len(lines) - 1
-        # They all count as malformed.
-        self.rejects.lines += len(lines)
-        self.rejects.count += more
-        if more:
-            reason += f", with {counted(more, 'more line')} in its quotes"
-        text = self.block.split(b"\n")[number - self.first] if self.block else self._shown("".join(lines))
-        self.rejects.add(self.label, number, reason, text)
-
-    def _shown(self, text: str) -> bytes:
-        """As it is in the file."""
-        text = text.replace(self.dialect.separator, self.dialect.delimiter)
-        marked = re.sub(_MARKS, lambda of: chr(ord(of[0]) - _MARK + 0xDC00), text)
-        return marked.encode("utf-8", "surrogateescape")
-
-    def table(self, numbers: np.ndarray, columns: list[pa.Array], damaged: bool = False) -> Block:
-        """The rows whose keys are UTF-8; another text that is not is missing."""
+    def raw(self, duck: Duck, relation: str) -> Raw:
+        """The columns of a relation whose columns are x0, x1 and so on."""
         named = {
-            name: column
-            for name, column in zip(self.header, columns, strict=True)
-            if name in self.key_names or is_named(name)
+            name: _as_stated(self.types.get(name), f"x{place}")
+            for place, name in enumerate(self.header)
+            if name in self.keys or is_named(name)
         }
         kinds = {name: KINDS_OF_TYPES[kind] for name, kind in self.types.items() if kind in KINDS_OF_TYPES}
+        if self.quoted:
+            self.rejects.say(
+                f"{self.file.label}: {len(self.quoted):,} fields between tabs keep their quotes, such as on line "
+                f"{self.quoted[0]}; --quote reads them as CSV"
+            )
+        return Raw(self.file.label, duck, relation, named, self.keys, kinds)
 
-        def text(row: int) -> bytes:
-            return self._shown(self.dialect.separator.join(column[row].as_py() for column in columns))
+    def by_duckdb(self, duck: Duck, progress: Progress) -> Raw | None:
+        """What DuckDB reads, if it may be what csv reads."""
+        compressed = magic(self.file.path, 2) == b"\x1f\x8b"
+        path = self.file.path
+        plain_file = (
+            path.is_file() and not self.file.member and not self.file.encoding and plain(str(path)) == str(path)
+        )
+        if not plain_file or self.dialect.delimiter == " " or len(self.header) < 2 or self.skipped > 1:
+            return None
+        found = self._lines_of_plain(progress)
+        if found is None:
+            return None
+        count, ends = found
+        names = [f"x{place}" for place in range(len(self.header))]
+        quote = '"' if self.dialect.quotes else ""
+        duck.db.execute(
+            f"""create or replace view raw as select row_number() over () + {self.skipped} as line, {NO_PROBLEM}, *
+            from read_csv({place_of(path)}, auto_detect = false, header = false, skip = {self.skipped},
+                columns = {dict.fromkeys(names, "varchar")}, force_not_null = {names}, hive_partitioning = false,
+                delim = {literal(self.dialect.delimiter)}, quote = '{quote}', escape = '{quote}', new_line = '{ends}',
+                compression = '{"gzip" if compressed else "none"}')"""
+        )
+        raw = self.raw(duck, "raw")
+        return replace(raw, lines=count - self.skipped, careful=lambda: self.by_lines(duck, Progress(disable=True)))
 
-        block = Block(self.label, numbers, self.key_names, named, text, kinds)
-        if damaged:
-            marked = {name: np.asarray(pc.match_substring_regex(of, _MARKS)) for name, of in named.items()}
-            wrong = np.logical_or.reduce([marked[name] for name in self.key_names])
-            for name in block.others:
-                self.rejects.undecodable(self.label, name, numbers[marked[name] & ~wrong].tolist())
-                named[name] = pc.if_else(pa.array(marked[name]), None, named[name])
-            reasons = dict.fromkeys(np.flatnonzero(wrong).tolist(), "not UTF-8")
-            block = block.only(block.reject(reasons, self.rejects))
-        stated = {name: _as_stated(self.types.get(name), column) for name, column in block.columns.items()}
-        return replace(block, columns=stated)
+    def _lines_of_plain(self, progress: Progress) -> tuple[int, str] | None:
+        """The number of lines, and how they end; None if some may be split in several ways."""
+        delimiter, lines, carriages = re.escape(self.dialect.delimiter.encode()), 0, 0
+        usual = b'[^\r\n"' + delimiter + b"]"
+        stray, ends_empty = (
+            re.compile(b'"(?<=' + usual + b'")(?=' + usual + b')|\\\\"'), re.compile(b"(?m)^.*" + delimiter + b"\r?$")
+        )  # fmt: skip
+        for first, block in line_blocks(self.file, progress):
+            if b'"' in block and self.dialect.quotes and stray.search(block):
+                return None
+            # DuckDB takes one more field for none if it is empty.
+            may_end_empty = any(self.dialect.delimiter.encode() + end in block for end in (b"\n", b"\r"))
+            found = ends_empty.findall(block) if may_end_empty else []
+            ends = (line.decode("utf-8", "replace").rstrip("\r") for line in found)
+            if any(len(_fields(line, self.dialect)) != len(self.header) for line in ends):
+                return None
+            self._note_quotes(first, block)
+            lines, carriages = lines + block.count(b"\n"), carriages + block.count(b"\r")
+            if carriages not in (0, lines) or block.count(b"\r\n") != block.count(b"\r"):
+                return None
+        return lines, "\\r\\n" if carriages else "\\n"
 
-    def _count_quoted(self, first: int, block: bytes) -> None:
-        if b'"' not in block or self.dialect.delimiter != "\t":
-            return
-        found = re.findall(rb'(?m)(?:^|(?<=\t))"[^\t\r\n]*"(?=[\t\r\n]|\Z)', block)
-        if found and not self.quoted:
-            self.first_quoted = first + block[: block.index(found[0])].count(b"\n")
-        self.quoted += len(found)
+    def _note_quotes(self, first: int, block: bytes) -> None:
+        if self.dialect == _Dialect("\t", False) and b'"' in block:
+            starts = [found.start() for found in _BETWEEN_TABS.finditer(block)]
+            self.quoted += [first + block.count(b"\n", 0, at) for at in starts[:1]] + [0] * (len(starts) - 1)
+
+    def by_lines(self, duck: Duck, progress: Progress) -> str:
+        """Reads what csv reads into a table, and returns its name."""
+        self.quoted, names = [], [f"x{place}" for place in range(len(self.header))]
+        columns = ", ".join(f"{name} varchar" for name in ("problem", "written", *names))
+        duck.db.execute(f"drop view if exists raw; create or replace table raw_lines (line bigint, {columns})")
+        number, texts = 1, self._texts(progress)
+        for text in texts:
+            lines = list(io.StringIO(text, newline=""))
+            if number == 1:
+                number, lines = 1 + self.skipped, lines[self.skipped :]
+            quoted = self.dialect.quotes and '"' in text
+            fields = None if quoted or not is_encodable(text) else self.dialect.alike(lines, len(self.header))
+            if fields is not None:
+                append(duck, "raw_lines", _as_table(range(number, number + len(lines)), fields, names))
+            else:
+                # A row may go on in the next block.
+                more = (line for rest in texts for line in io.StringIO(rest, newline="")) if quoted else ()
+                for table in self._tables(number, chain(lines, more), names):
+                    append(duck, "raw_lines", table)
+            number += len(lines)
+        return "raw_lines"
+
+    def _texts(self, progress: Progress) -> Iterator[str]:
+        for first, block in line_blocks(self.file, progress):
+            self._note_quotes(first, block)
+            yield self._unescaped(block.decode("utf-8", "surrogateescape"))
+
+    def _tables(self, first: int, lines: Iterable[str], names: Sequence[str]) -> Iterator[pa.Table]:
+        rows, wrong, size = dict[int, list[Any]](), list[tuple[int, str, str]](), 0
+        key_places = [self.header.index(name) for name in self.keys]
+        for number, fields, error, taken in self.dialect.rows(lines, len(self.header), first):
+            if not (fields or error):
+                continue
+            if not error and len(fields) != len(self.header):
+                error = f"has {counted(len(fields), 'field')}, not {len(self.header)}"
+            if not error and not all(map(is_encodable, taken)):
+                error = "" if all(is_encodable(fields[place]) for place in key_places) else "not UTF-8"
+                for place in [] if error else [at for at, of in enumerate(fields) if not is_encodable(of)]:
+                    self.rejects.undecodable(self.file.label, self.header[place], number)
+                    fields[place] = None  # type: ignore[call-overload]
+            if error:
+                more = f", with {counted(len(taken) - 1, 'more line')} in its quotes" if len(taken) > 1 else ""
+                shown = "".join(taken).rstrip("\r\n").encode("utf-8", "surrogateescape")
+                wrong.append((number, error + more, shown.decode("utf-8", "backslashreplace")))
+                self.rejects.count_more(len(taken) - 1)
+            else:
+                rows[number] = fields
+            size += sum(map(len, taken))
+            if size > BLOCK_BYTES:
+                yield from _as_tables(rows, wrong, names)
+                rows, wrong, size = {}, [], 0
+        yield from _as_tables(rows, wrong, names)
+
+    def _unescaped(self, text: str) -> str:
+        """The text with two quotes for each that a backslash escapes, if more lines are rows then."""
+        if not self.dialect.quotes or '\\"' not in text:
+            return text
+        if not self.escapes:
+            changed = [line for line in text.split("\n") if _ESCAPED_QUOTE.search(line)]
+            before, after = (
+                sum(len(_fields(line, self.dialect, strict=True)) == len(self.header) for line in lines)
+                for lines in (changed, [_ESCAPED_QUOTE.sub(r'\1""', line) for line in changed])
+            )
+            if before >= after:
+                return text
+            self.escapes = True
+            self.rejects.say(f"{self.file.label}: quotes within fields are taken for escaped by backslashes")
+        return _ESCAPED_QUOTE.sub(r'\1""', text)
+
+
+def _as_table(numbers: Iterable[int], columns: Iterable[Sequence[Any]], names: Sequence[str]) -> pa.Table:
+    fields = {name: pa.array(of, pa.string()) for name, of in zip(names, columns, strict=True)}
+    return pa.table({"line": pa.array(numbers, pa.int64()), **fields})
+
+
+def _as_tables(
+    rows: Mapping[int, list[Any]], wrong: list[tuple[int, str, str]], names: Sequence[str]
+) -> Iterator[pa.Table]:
+    """The rows, and the malformed ones."""
+    if rows:
+        yield _as_table(rows, zip(*rows.values(), strict=True), names)
+    if wrong:
+        yield pa.table(dict(zip(("line", "problem", "written"), map(pa.array, zip(*wrong, strict=True)), strict=True)))
 
 
 def _fitness(label: str, keys: Keys, row: list[str]) -> tuple[bool, int]:
@@ -455,14 +403,17 @@ def _typed(header: list[str]) -> tuple[list[str], dict[str, str]]:
     return [each[1] for each in found if each], {each[1]: each[2] for each in found if each}
 
 
-def _as_stated(kind: str | None, column: pa.Array) -> pa.Array:
+def _as_stated(kind: str | None, column: str) -> str:
     """Sequences as lists: their parts are between blanks."""
     if kind not in ("token_seq", "float_seq"):
         return column
-    parts = pc.ascii_split_whitespace(pc.ascii_trim_whitespace(pc.if_else(pc.equal(column, ""), None, column)))
-    if kind == "token_seq":
-        return parts
-    return pa.ListArray.from_arrays(parts.offsets, as_numbers(parts.values), mask=parts.is_null())
+    parts = f"string_split_regex(nullif(trim({column}, ' \t'), ''), '\\s+')"
+    return parts if kind == "token_seq" else f"[{as_number('part')} for part in {parts}]"
+
+
+def as_number(column: str) -> str:
+    """A text as FP32, null for text that is not a number."""
+    return f"case when regexp_full_match({column}, '{NUMBER}') then {column}::float end"
 
 
 def _keys_of(label: str, header: list[str], keys: Keys) -> list[str]:
@@ -486,21 +437,21 @@ def _check_unnamed(label: str, first: list[str], columns: Sequence[str]) -> None
         raise ValueError(f"{label}:1: names the columns itself ({','.join(first)}); leave out --columns")
 
 
-def swallows_rows(lines: Sequence[str], delimiter: str, width: int, broken: bool) -> bool:
+def swallows_rows(lines: Sequence[str], dialect: _Dialect, width: int, broken: bool) -> bool:
     """Whether the lines from the second on, which CSV takes for the rest of a row with a quoted field, are rows of
     their own: at least half of them have `width` fields, and where the first line has numbers or times they have some,
     too; without these, ids like its ids. If it has nothing of all that, it takes MANY of them, unless the row is
     `broken`, which is not CSV anyway."""
-    first = _fields(lines[0], delimiter)
+    first = _fields(lines[0], dialect)
     if len(first) < width:
-        first = lines[0].rstrip("\r\n").split(delimiter)
+        first = lines[0].rstrip("\r\n").split(dialect.delimiter)
     shapes = {place: shape for place, text in enumerate(first[:width]) if (shape := _shape(text))}
     if "9" in shapes.values():
         shapes = {place: shape for place, shape in shapes.items() if shape == "9"}
     rest = [line for line in lines[1:] if line.strip()]
     alike = 0
     for line in rest:
-        row = _fields(line, delimiter)
+        row = _fields(line, dialect)
         alike += len(row) == width and all(_shape(row[place]) == shape for place, shape in shapes.items())
     return alike >= (1 if broken or shapes else MANY) and 2 * alike >= len(rest)
 
@@ -508,15 +459,17 @@ def swallows_rows(lines: Sequence[str], delimiter: str, width: int, broken: bool
 def _shape(text: str) -> str:
     """9 for numbers and times, a9 for i8 or user12; empty for other texts."""
     text = text.strip()
-    if _NUMBER.fullmatch(text):
+    if _SHAPE_OF_NUMBERS.fullmatch(text):
         return "9"
     shape = re.sub(r"[^\W\d_]+", "a", re.sub(r"[0-9]+", "9", text))
     return shape if "9" in shape and '"' not in shape and not re.search(r"\s", shape) else ""
 
 
-def _fields(line: str, delimiter: str) -> list[str]:
+def _fields(line: str, dialect: _Dialect, strict: bool = False) -> list[str]:
     """Of a line by itself; a quote that it leaves open is a part of the text."""
+    if not dialect.quotes:
+        return dialect.fields(line)
     try:
-        return next(csv.reader([line], delimiter=delimiter), [])
+        return next(csv.reader([line], delimiter=dialect.delimiter, strict=strict), [])
     except csv.Error:
-        return line.split(delimiter)
+        return [] if strict else line.split(dialect.delimiter)

@@ -114,16 +114,18 @@ def test_fractions_of_times_are_those_after_the_second_before() -> None:
 
 def read(*columns: pa.Array, form: str = "") -> tuple[list[int | None], list[int], Clock]:
     """Times and fractions of parts of one column, null where there is none."""
-    clock = Clock(form)
-    parts = [clock.read(f"{part}.csv", np.arange(2, 2 + len(column)), column) for part, column in enumerate(columns)]
-    rows = (
-        pa.concat_tables(parts)
-        .rename_columns({"seconds": "time"})
-        .append_column("row", pa.array(range(sum(map(len, parts)))))
-    )
-    scratch().put("rows", rows)
-    found = scratch().table(f"select {clock.settled(scratch())} as time, fraction from rows as r order by row")
-    return found["time"].to_pylist(), [of or 0 for of in found["fraction"].to_pylist()], clock
+    clock, duck, parts = Clock(form), scratch(), []
+    for part, column in enumerate(columns):
+        duck.put(f"part_{part}", pa.table({"value": column}))
+        of_part = ", ".join(f"{of} as {name}" for name, of in clock.columns(duck, f"part_{part}", "value").items())
+        parts.append(
+            f"select {part} as file, rowid as line, 0 as place, {of_part}, value::varchar as written from part_{part}"
+        )
+    duck.make("rows", f"select *, null as problem, null::bigint as day_first from ({' union all '.join(parts)})")
+    clock.read_written(duck)
+    clock.note_examples(duck, "file || '.csv:' || (line + 2)", "100 * file + line")
+    found = duck.table(f"select {clock.settled(duck)} as time, fraction from rows as r order by file, line")
+    return found["time"].to_pylist(), found["fraction"].to_pylist(), clock
 
 
 DAY = 86_400

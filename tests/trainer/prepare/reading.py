@@ -24,7 +24,6 @@ from logitmix.trainer.prepare.joined import NOTHING_JOINED
 from logitmix.trainer.prepare.lists import Lists
 from logitmix.trainer.prepare.prepare import prepare
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import Block
 from logitmix.trainer.prepare.sources.table import TIMES, ColumnNames, read_actions
 from logitmix.trainer.prepare.summary import summarize
 from logitmix.trainer.prepare.tables import Job
@@ -51,18 +50,6 @@ def prepared(source: Path | InputFile, name: str = "table", **options: Any) -> t
     return load_dataset(given["out"]), said.getvalue()
 
 
-def blocks_of(
-    files: InputFile | list[InputFile],
-    rejects: Rejects,
-    names: ColumnNames = NAMES,
-    layout: Layout = CSV,
-    list_separator: str = "",
-) -> list[Block]:
-    """Of a table's parts."""
-    lists, parts = Lists(names.item, list_separator, rejects), files if isinstance(files, list) else [files]
-    return list(read_actions(parts, names, rejects, PROGRESS, layout, lists, NOTHING_JOINED))
-
-
 def actions_of(
     files: InputFile | list[InputFile],
     rejects: Rejects,
@@ -75,8 +62,9 @@ def actions_of(
     """User, item, time and `more` columns of the actions of a table's parts, in the order of the files."""
     with closing(Duck()) as duck:
         job = Job(PrepareOptions("table", "-"), duck, rejects, PROGRESS)
-        blocks = blocks_of(files, rejects, names, layout, list_separator)
-        job.settle(job.gather(blocks, Clock(time_format) if names.timestamp else None, TIMES), names.timestamp)
+        lists, parts = Lists(names.item, list_separator, rejects), files if isinstance(files, list) else [files]
+        raws = read_actions(parts, names, job, layout, lists, NOTHING_JOINED)
+        job.settle(job.gather(raws, Clock(time_format) if names.timestamp else None, TIMES), names.timestamp)
         columns = ", ".join(["r.user", "r.item", job.actions.time, *(job.actions.columns[name] for name in more)])
         found = duck.table(f"select {columns} from rows as r order by file, line, place")
         return list(zip(*(column.to_pylist() for column in found.columns), strict=True))

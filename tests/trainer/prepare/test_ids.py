@@ -25,7 +25,7 @@ UUID = uuid.UUID("12345678-1234-5678-1234-567812345678")
         (pa.array([7, 1.5], pa.float16()), ["7"]),
         (pa.array([Decimal(12), Decimal(-3), None], pa.decimal128(18, 0)), ["12", "-3"]),
         (pa.array([Decimal("12.00"), Decimal("12.50")], pa.decimal128(18, 2)), ["12"]),
-        (pa.array([Decimal(10**30)], pa.decimal256(40, 0)), [str(10**30)]),
+        (pa.array([Decimal(10**30)], pa.decimal128(38, 0)), [str(10**30)]),
         (pa.array([b"u1", "ü".encode(), b"\xff", None, b""], pa.binary()), ["u1", "ü"]),
         (pa.array([b"u1"], pa.large_binary()), ["u1"]),
         (pa.array([b"u1", b"u2"], pa.binary(2)), ["u1", "u2"]),
@@ -89,8 +89,8 @@ def test_texts_that_are_not_utf_8_are_counted(tmp_path: Path) -> None:
     places = list(range(3))
     table = {"user": ["u"] * 3, "item": places, "timestamp": places}
     column = pa.array([of.encode("latin-1") for of in drinks[:3]]).view(pa.string())
-    said = prepared(parquet_of(tmp_path, table | {"drink": column}))[1]
-    assert "column drink: 1 text is not UTF-8 and counts as missing, such as in.parquet:2\n" in said
+    with pytest.raises(ValueError, match=r"^in\.parquet: not readable .*not valid UTF8"):
+        prepared(parquet_of(tmp_path, table | {"drink": column}))
 
 
 def test_times_of_a_dictionary(tmp_path: Path, rejects: Rejects) -> None:

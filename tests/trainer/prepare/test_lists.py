@@ -4,12 +4,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from reading import actions_of, blocks_of, decoded, file_of, listed, parquet_of, prepared
+from reading import actions_of, decoded, file_of, listed, parquet_of, prepared
 
-from logitmix.trainer.prepare import lists as of_lists
+from logitmix.trainer.data.engine import scratch
 from logitmix.trainer.prepare.lists import split
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.sources.table import ColumnNames
 
 OF_USERS = {
     "user": ["u", "v", "w", "x", "y"],
@@ -41,19 +40,6 @@ def test_lists_of_one_width_are_lists(tmp_path: Path, rejects: Rejects) -> None:
     assert read == [("u", "1", 7), ("u", "2", 7), ("w", "3", 9), ("w", "4", 9)]
 
 
-def test_blocks_keep_to_a_size_and_the_order_of_rows(
-    tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(of_lists, "ACTIONS", 10)
-    items = [[str(10 * row + at) for at in range(row % 5)] for row in range(50)]
-    file = parquet_of(tmp_path, {"user": list(map(str, range(50))), "item": items})
-    blocks = blocks_of(file, rejects, ColumnNames(timestamp=""))
-    assert max(len(block.numbers) for block in blocks) <= 10 + 5 and len(blocks) > 5
-    read = actions_of(file, rejects, ColumnNames(timestamp=""))
-    assert [item for _, item, _ in read] == [item for of_row in items for item in of_row]
-    assert [time for _, _, time in read] == list(range(100))
-
-
 @pytest.mark.parametrize(
     ("separator", "text", "parts"),
     [
@@ -72,7 +58,9 @@ def test_blocks_keep_to_a_size_and_the_order_of_rows(
     ],
 )
 def test_texts_are_split(separator: str, text: str, parts: list[str] | None) -> None:
-    assert split(pa.array(["x", text, None]), separator).to_pylist() == [["x"], parts, None]
+    scratch().put("texts", pa.table({"text": ["x", text, None]}))
+    found = scratch().table(f"select {split('text', separator)} as parts from texts")
+    assert found["parts"].to_pylist() == [["x"], parts, None]
 
 
 def test_texts_of_users_are_read_with_a_separator(tmp_path: Path) -> None:

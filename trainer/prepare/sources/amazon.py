@@ -11,24 +11,23 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from logitmix.trainer.data.arrow import as_numbers, is_encodable
+from logitmix.trainer.data.arrow import is_encodable
 from logitmix.trainer.data.times import Clock
 from logitmix.trainer.prepare.download import find_source
 from logitmix.trainer.prepare.files import InputFile, single_file
-from logitmix.trainer.prepare.jsonl import Record, Unfit, is_json, records
-from logitmix.trainer.prepare.scan import Block
+from logitmix.trainer.prepare.jsonl import is_json, read_json
+from logitmix.trainer.prepare.scan import Raw
 from logitmix.trainer.prepare.tables import Job, SideTable
-from logitmix.trainer.prepare.text import LONGEST_LINE, Layout, fixed_keys, read_text
+from logitmix.trainer.prepare.text import LONGEST_LINE, Layout, as_number, fixed_keys, line_blocks, read_text
 
 COLUMNS = ("user", "item", "rating", "timestamp")
+COLUMNS_OF_KEYS = ("user", "item", "timestamp")
 RATINGS = Layout(",", COLUMNS, fixed=True)
 RATINGS_2023 = [
     Layout(",", (*COLUMNS, "_")[: header.count(",") + 1], header=header, fixed=True)
@@ -48,16 +47,20 @@ def read(job: Job) -> None:
     job.source = find_source(job.options, job.progress, reason="has no published digest", page=PAGE)
     file = single_file(job.source)
     job.files, job.kinds = [file], {"rating": "number", "category": "ids", "price": "number", "store": "id"}
-    job.read_actions(read_actions(file, job), Clock(dates=False))
+    job.read_actions([read_actions(file, job)], Clock(dates=False))
     if job.options.items:
         job.items = _read_metadata(single_file(Path(job.options.items)), job)
 
 
-def read_actions(file: InputFile, job: Job) -> Iterator[Block]:
+def read_actions(file: InputFile, job: Job) -> Raw:
     """Reads ratings or reviews, whichever the file's start looks like. ValueError for the item-first ratings of 2018,
     and for JSON that is not one object a line."""
     if is_json(file):
-        return _read_reviews(file, job)
+        raw = read_json(file, _keys_of_reviews, job.rejects, job.progress, job.duck)
+        rating = next((name for name in (REVIEWS[3], REVIEWS_2023[3]) if name in raw.columns), "")
+        columns = {name: raw.columns[key] for name, key in zip(COLUMNS_OF_KEYS, raw.keys, strict=True)}
+        text = f"{raw.columns[rating]}::varchar" if rating else "null::varchar"
+        return replace(raw, columns=columns | {"rating": as_number(text)}, keys=list(COLUMNS_OF_KEYS))
     with file.open(job.progress) as stream:
         text = stream.readline(LONGEST_LINE).decode("utf-8", "replace").rstrip("\r\n")
     fields = text.split(",")
@@ -67,24 +70,31 @@ def read_actions(file: InputFile, job: Job) -> Iterator[Block]:
             "give it a header and prepare it as a table"
         )
     layout = next((of for of in RATINGS_2023 if of.header == text), RATINGS)
-    blocks = read_text(file, fixed_keys("user", "item", "timestamp"), job.rejects, job.progress, layout)
-    return (replace(of, columns=of.columns | {"rating": as_numbers(of.columns["rating"])}) for of in blocks)
+    raw = read_text(file, fixed_keys(*COLUMNS_OF_KEYS), job.rejects, job.progress, job.duck, layout)
+    raw.columns["rating"] = as_number(raw.columns["rating"])
+    return raw
 
 
-def _read_reviews(file: InputFile, job: Job) -> Iterator[Block]:
-    for block in records(file, json.loads, _review, job.rejects, job.progress):
-        numbers, values, lines = zip(*block, strict=True) if block else ((), (), ())
-        kinds = {"user": pa.string(), "item": pa.string(), "timestamp": pa.string(), "rating": pa.float32()}
-        columns = {name: pa.array([value[at] for value in values], kinds[name]) for at, name in enumerate(kinds)}
-        keys = ["user", "item", "timestamp"]
-        yield Block(file.label, np.array(numbers, np.int64), keys, columns, lines.__getitem__)
+def _keys_of_reviews(label: str, header: list[str]) -> list[str]:
+    keys = REVIEWS_2023 if "user_id" in header or "parent_asin" in header else REVIEWS
+    if missing := [key for key in keys[:3] if key not in header]:
+        raise ValueError(f"{label}: no review has {missing[0]}; is it the right file?")
+    return list(keys[:3])
 
 
 def _read_metadata(file: InputFile, job: Job) -> SideTable:
     """Titles, categories and prices, and in 2023 the stores: JSON of 2018 and 2023, or the Python literals of 2014."""
-    items = [
-        item for block in records(file, _json_or_literal, _item, job.rejects, job.progress) for _, item, _ in block
-    ]
+    items, rejects = list[tuple[Any, ...]](), job.rejects
+    for first, block in line_blocks(file, job.progress):
+        for number, line in enumerate(block.split(b"\n"), start=first):
+            if not line or line.isspace():
+                continue
+            rejects.lines += 1
+            try:
+                items.append(_item(_json_or_literal(line.decode())))
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+                reason = str(error) if isinstance(error, Unfit) else "not JSON in UTF-8"
+                rejects.add(file.label, number, reason, line.decode("utf-8", "backslashreplace"))
     types = {"title": pa.string(), "category": pa.list_(pa.string()), "price": pa.float32(), "store": pa.string()}
     columns = {name: pa.array([item[1 + at] for item in items], kind) for at, (name, kind) in enumerate(types.items())}
     if columns["store"].null_count == len(items):
@@ -92,19 +102,13 @@ def _read_metadata(file: InputFile, job: Job) -> SideTable:
     return SideTable(pa.array([item[0] for item in items], pa.string()), columns)
 
 
-def _review(record: Record) -> tuple[str, str, str, float | None]:
-    keys = REVIEWS_2023 if "user_id" in record or "parent_asin" in record else REVIEWS
-    for key, kind in zip(keys, (str, str, int), strict=False):
-        if type(record.get(key)) is not kind:
-            raise Unfit(f"no {key} that is {'text' if kind is str else 'a whole number'}")
-    user, item, time, rating = (record.get(key) for key in keys)
-    assert isinstance(user, str) and isinstance(item, str)
-    if not (is_encodable(user) and is_encodable(item)):
-        raise Unfit("not UTF-8")
-    return user, item, str(time), _number(rating)
+class Unfit(ValueError):
+    """An incomplete record, with the reason."""
 
 
-def _item(record: Record) -> tuple[str, str | None, list[str], float | None, str | None]:
+def _item(record: Any) -> tuple[str, str | None, list[str], float | None, str | None]:
+    if not isinstance(record, dict):
+        raise Unfit("not a JSON object")
     key = "parent_asin" if "parent_asin" in record else "asin"
     item = record.get(key)
     if not (isinstance(item, str) and item and is_encodable(item)):

@@ -23,8 +23,9 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
+from logitmix.trainer.data.engine import quoted
 from logitmix.trainer.data.times import Clock
-from logitmix.trainer.prepare.scan import Block
+from logitmix.trainer.prepare.scan import NO_PROBLEM, Raw
 from logitmix.trainer.prepare.tables import Job, SideTable
 
 NO_COLUMNS: Mapping[str, pa.Array] = MappingProxyType({})
@@ -114,8 +115,11 @@ def fill(job: Job, made: Generated, parameters: SizeParameters, columns: Mapping
         "item": item_ids.take(pa.array(made.items)),
         "timestamp": pa.array(made.timestamps),
     }
-    block = Block("generated", np.arange(len(made.users)), list(keys), {**keys, **columns}, str)
-    job.read_actions([block], Clock(dates=False))
+    job.duck.put("generated", pa.table({**keys, **columns}))
+    job.duck.db.execute(f"create view raw as select rowid as line, {NO_PROBLEM}, * from generated")
+    named = {name: quoted(name) for name in (*keys, *columns)}
+    job.read_actions([Raw("generated", job.duck, "raw", named, list(keys))], Clock(dates=False))
+    job.duck.db.execute("drop view raw; drop table generated")
     job.generator = {"name": job.options.name, "parameters": {"seed": job.options.seed, **asdict(parameters)}}
     job.items = SideTable(item_ids, {"title": pa.array(made.titles)})
 

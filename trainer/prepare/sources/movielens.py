@@ -7,20 +7,18 @@ ml-latest `ratings.csv`. Titles, genres and features of users are read if their 
 import csv
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
 
 from logitmix.common.mappings import counted
-from logitmix.trainer.data.arrow import as_numbers
 from logitmix.trainer.data.times import Clock
 from logitmix.trainer.prepare.download import Download, find_source
 from logitmix.trainer.prepare.files import InputFile, find_files, is_zip
-from logitmix.trainer.prepare.scan import Block
 from logitmix.trainer.prepare.tables import Job, SideTable
-from logitmix.trainer.prepare.text import Layout, fixed_keys, line_blocks, read_text
+from logitmix.trainer.prepare.text import Layout, as_number, fixed_keys, line_blocks, read_text
 
 LARGEST = 32 << 20
 """Bytes of a file about users or items, decompressed: its rows are Python objects, 30 times as large. Those of
@@ -120,12 +118,9 @@ def read(job: Job) -> None:
         for side in (release.items, release.users)
     )
     keys = fixed_keys("user", "item", "timestamp")
-    ratings = read_text(found[release.ratings], keys, job.rejects, job.progress, release.layout)
-    job.read_actions(map(_with_numbers, ratings), Clock(dates=False))
-
-
-def _with_numbers(block: Block) -> Block:
-    return replace(block, columns=block.columns | {"rating": as_numbers(block.columns["rating"])})
+    raw = read_text(found[release.ratings], keys, job.rejects, job.progress, job.duck, release.layout)
+    raw.columns["rating"] = as_number(raw.columns["rating"])
+    job.read_actions([raw], Clock(dates=False))
 
 
 def _find(name: str, source: Path, release: Release) -> dict[str, InputFile]:

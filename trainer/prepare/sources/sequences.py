@@ -11,5 +11,5 @@ LINES = Layout(" ", ("user", "item"), quotes=False, fixed=True)
 def read(job: Job) -> None:
     job.source = find_source(job.options, job.progress, reason="is a format, not one data set")
     job.files = [single_file(job.source)]
-    blocks = read_text(job.files[0], fixed_keys("user", "item"), job.rejects, job.progress, LINES)
-    job.settle(job.gather(blocks, None, first=1))
+    raw = read_text(job.files[0], fixed_keys("user", "item"), job.rejects, job.progress, job.duck, LINES)
+    job.settle(job.gather([raw], None, first=1))

@@ -18,20 +18,21 @@ from logitmix.common.files import from_json
 from logitmix.common.mappings import counted
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.description import schema_of
+from logitmix.trainer.data.engine import scratch
 from logitmix.trainer.data.times import Clock
 from logitmix.trainer.prepare.append import parts_of
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.download import find_source
 from logitmix.trainer.prepare.features import read_schema
 from logitmix.trainer.prepare.files import ATOMIC, ENDINGS, InputFile, find_parts
-from logitmix.trainer.prepare.ids import as_whole, doubtful, exact_ids, labeled, shortened
+from logitmix.trainer.prepare.ids import as_whole, doubtful, labeled, shortened
 from logitmix.trainer.prepare.joined import NOTHING_JOINED, Joins, join, joins_of
 from logitmix.trainer.prepare.lists import Lists
 from logitmix.trainer.prepare.matching import alike
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.row_numbers import is_pandas_index
-from logitmix.trainer.prepare.scan import Block
-from logitmix.trainer.prepare.tables import TIME, Gathered, Job, SideTable, read_blocks, side_table
+from logitmix.trainer.prepare.scan import Raw
+from logitmix.trainer.prepare.tables import TIME, Gathered, Job, SideTable, read_file, side_table
 from logitmix.trainer.prepare.text import CSV, Layout
 
 OWNERS: dict[str, Owner] = {"--items": "item", "--users": "user"}
@@ -108,8 +109,8 @@ def gather(job: Job, files: Sequence[InputFile]) -> Gathered:
     lists = Lists(names.item, options.list_separator.replace("\\t", "\t"), job.rejects)
     clock = Clock(options.time_format) if names.timestamp else None
     must = f"as --time-format {options.time_format!r} says" if options.time_format else TIMES
-    blocks = read_actions(files, names, job.rejects, job.progress, _layout(options), lists, joins)
-    return replace(job.gather(blocks, clock, must, first), lists=lists)
+    raws = read_actions(files, names, job, _layout(options), lists, joins)
+    return replace(job.gather(raws, clock, must, first), lists=lists)
 
 
 def _names(options: PrepareOptions) -> ColumnNames:
@@ -133,20 +134,13 @@ def _joins(options: PrepareOptions) -> tuple[Joins, int]:
 
 
 def read_actions(
-    files: Iterable[InputFile],
-    names: ColumnNames,
-    rejects: Rejects,
-    progress: Progress,
-    layout: Layout,
-    lists: Lists,
-    joins: Joins,
-) -> Iterator[Block]:
+    files: Iterable[InputFile], names: ColumnNames, job: Job, layout: Layout, lists: Lists, joins: Joins
+) -> Iterator[Raw]:
     """The actions of the parts of a table, in the given order; rows with lists of items are several. `joins` are the
     columns that are read as one. ValueError if a column is missing or has an unfit type."""
     for file in files:
-        for block in read_blocks(file, names.keys, rejects, progress, layout):
-            for rows in lists.explode(block):
-                yield exact_ids(join(rows, "event", joins, rejects), ("user", "item"), rejects)
+        raw = read_file(file, names.keys, job.rejects, job.progress, job.duck, layout)
+        yield join(lists.explode(raw), "event", joins)
 
 
 def read_side(
@@ -172,20 +166,20 @@ def read_side(
 
     first_column = ""
 
-    def blocks() -> Iterator[Block]:
+    def raws() -> Iterator[Raw]:
         nonlocal first_column
         for file in _parts(Path(path), flag, rejects):
-            for rows in read_blocks(file, id_of, rejects, progress, layout):
-                (name,) = rows.keys
-                first_column = "" if _found(id_column, [name]) else name
-                if known is not None and first_column and _is_like_ids(name, known):
-                    raise ValueError(
-                        f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; "
-                        "put the names of the columns in a line before it"
-                    )
-                yield exact_ids(join(rows, OWNERS[flag], joins, rejects), ("id",), rejects)
+            raw = read_file(file, id_of, rejects, progress, scratch(), layout)
+            (name,) = raw.keys
+            first_column = "" if _found(id_column, [name]) else name
+            if known is not None and first_column and _is_like_ids(name, known):
+                raise ValueError(
+                    f"{file.label}: its first line looks like data, for {name!r} is like the ids of the actions; put "
+                    "the names of the columns in a line before it"
+                )
+            yield join(raw, OWNERS[flag], joins)
 
-    table = side_table(blocks(), rejects)
+    table = side_table(raws(), rejects)
     return replace(table, ids=as_whole(f"{id_column} of {flag}", table.ids, rejects), first_column=first_column)
 
 

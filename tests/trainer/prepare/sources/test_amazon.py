@@ -90,8 +90,8 @@ def test_files_of_2023(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     assert dataset.timestamps_flat.tolist() == [1588615855070, 1588615855071]
     rejects = [line.split("\t")[:3] for line in (tmp_path / "out" / "rejects.tsv").read_text().splitlines()[1:]]
     assert rejects == [
-        ["reviews.jsonl", "3", "no timestamp that is a whole number"],
-        ["reviews.jsonl", "4", "no parent_asin that is text"],
+        ["reviews.jsonl", "3", "the timestamp '2020-05-04' is not a number between -2^62 and 2^62"],
+        ["reviews.jsonl", "4", "the item is empty"],
         ["reviews.jsonl", "5", "not JSON in UTF-8"],
         ["meta.jsonl", "3", "no parent_asin that is text"],
     ]
