@@ -402,6 +402,7 @@ _EXCHANGE = dist.all_to_all_single
 
 class _Stream:
     cuda_stream = 0
+    device = GPU
 
     def __getattr__(self, name: str) -> Any:
         if name == "synchronize":

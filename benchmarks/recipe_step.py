@@ -28,6 +28,7 @@ from logitmix.trainer.commands.sizing import load_sized
 from logitmix.trainer.config import Config, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import parallel_model, training_batches
+from logitmix.trainer.parallel import flat
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.step.pipeline import Pipeline
 
@@ -110,6 +111,7 @@ class Parts:
         # What both sides, both stages or the encoder and these begin from.
         embedded = [(of, "forward") for of in (tower.item_tower, queries.users, queries.events)]
         parts: dict[str, list[tuple[Any, str]]] = {
+            "weights": [(flat._Divided, "apply")],
             "features": [*embedded, (tower, "at_positions")],
             "encoder": [(queries.encoder, "forward")],
             "similarity: query tower": [(similarity, "query")],

@@ -89,16 +89,20 @@ sees that it moves on."""
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Writes a new file of these parts and syncs it to disk; returns the SHA-256 of what was to be written."""
     digest, unsynced = hashlib.sha256(), 0
-    with path.open("xb") as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
         for part in parts:
             digest.update(part)
-            file.write(part)
+            left = memoryview(part)
+            while left:
+                left = left[os.write(descriptor, left) :]
             unsynced += len(part)
             if unsynced >= SYNC_BYTES:
-                file.flush()
-                os.fsync(file.fileno())
+                os.fsync(descriptor)
                 unsynced = 0
-    sync(path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return digest.hexdigest()
 
 

@@ -136,6 +136,7 @@ def test_the_users_id_is_a_component_of_its_own() -> None:
     assert torch.equal(other_TUC[:, :-1], components_TUC[:, :-1]) and torch.equal(other_TM, weights_TM)
     assert not torch.isclose(other_TUC[:, -1], components_TUC[:, -1]).all(1).any()
     of_stage1 = tower.hindexer.query_side(query, packing.row_T)
+    tower.hindexer.user_apart = False
     torch.testing.assert_close(of_stage1, tower.hindexer.query(query.vector_RD + user_TD, packing.row_T))
 
 
