@@ -371,7 +371,7 @@ def _attended(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
 def _looked_up(self: Any, features: Any) -> Tensor:
     """In place of a kernel of tables of one width: one lookup and one update, whatever their number."""
     _ADAM.iter_cpu += 1
-    shape = len(features.values()), self._shards[0][1].row.shape[1]
+    shape = len(features.values()), self.touched[0][1].row.shape[1]
     asks = torch.empty(0, device=GPU, requires_grad=True)
     return cast(Tensor, _Fused.apply(("lookup", "update"), shape, torch.float32, asks))
 
