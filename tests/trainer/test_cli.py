@@ -250,7 +250,12 @@ def test_garbage_is_collected_but_for_that_of_imports(monkeypatch: pytest.Monkey
 
 def test_threads_sleep_where_they_wait_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    monkeypatch.setattr(evaluate, "evaluate_run", lambda *_, **__: found.append(os.environ["OMP_WAIT_POLICY"]) or {"step": 1})
+
+    def evaluated(*_: object, **__: object) -> dict[str, object]:
+        found.append(os.environ["OMP_WAIT_POLICY"])
+        return {"step": 1}
+
+    monkeypatch.setattr(evaluate, "evaluate_run", evaluated)
     for policy, expected in (("ACTIVE", "ACTIVE"), (None, "PASSIVE")):
         monkeypatch.setenv("OMP_WAIT_POLICY", policy or "")
         if policy is None:

@@ -1,5 +1,6 @@
 """Malformed lines: shown, written to a file, counted."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -56,6 +57,16 @@ class Rejects:
         count, first = self._undecodable.get(column, (0, f"{file}:{line}"))
         self._undecodable[column] = count + 1, first
 
+    def stop_early(self, file: str, wrong: Sequence[tuple[int, str, str]]) -> None:
+        """Raises TooManyRejects for lines at the begin of a file, each with its number, reason and text, of which none
+        could be read: that is another format, not a few bad lines."""
+        if len(wrong) >= ENOUGH_TO_JUDGE and self.max_share < 1:
+            for line, reason, text in wrong:
+                self.add(file, line, reason, text)
+            raise TooManyRejects(
+                f"{file}: all of the first {len(wrong):,} lines are malformed; is it of another format?"
+            )
+
     def finish(self) -> None:
         """Raises TooManyRejects if the share of malformed lines is above the limit."""
         self.close()
@@ -64,10 +75,6 @@ class Rejects:
             self.say(f"column {column}: {counted(count, 'text')} {are} as missing, such as {first}")
         if self.count > SHOWN:
             self.say(f"… and {self.count - SHOWN:,} more malformed lines")
-        if self.count == self.lines >= ENOUGH_TO_JUDGE and self.max_share < 1:
-            raise TooManyRejects(
-                f"all of the {self.lines:,} lines are malformed, the first is {self._first}; is it of another format?"
-            )
         if self.count and self.count / self.lines > self.max_share:
             raise TooManyRejects(
                 f"{self.count:,} of {self.lines:,} lines are malformed, above --max-rejects {self.max_share:g}; "

@@ -307,6 +307,9 @@ class _Text:
         duck.db.execute(f"drop view if exists raw; create or replace table raw_lines (line bigint, {columns})")
         number, texts = 1, self._texts(progress)
         for text in texts:
+            if number > 1 and text.count("\n") == len(text):  # blank lines alone
+                number += len(text)
+                continue
             lines = list(io.StringIO(text, newline=""))
             if number == 1:
                 number, lines = 1 + self.skipped, lines[self.skipped :]
@@ -348,6 +351,8 @@ class _Text:
             else:
                 rows[number] = fields
             size += sum(map(len, taken))
+            if first == 1 + self.skipped and not rows:
+                self.rejects.stop_early(self.file.label, wrong)
             if size > BLOCK_BYTES:
                 yield from _as_tables(rows, wrong, names)
                 rows, wrong, size = {}, [], 0
