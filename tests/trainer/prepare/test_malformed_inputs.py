@@ -271,7 +271,7 @@ def archives() -> Iterator[Case]:
     yield case("byte-order mark", archive({"ratings.dat": b"\xef\xbb\xbf" + good}))
     yield case("no member", archive({"readme.txt": good}), r"there is no ratings\.dat in it")
     yield case("bomb of one line", archive({"ratings.dat": bytes(40 << 20)}), r"ratings\.dat:1: a line of more than")
-    yield case("bomb of lines", archive({"ratings.dat": b"::\n" * (1 << 16)}), "all of the first .* lines are malformed")
+    yield case("bomb of lines", archive({"ratings.dat": b"::\n" * (1 << 16)}), "all of the first 1,000 lines are ")
     yield case("bomb of blank lines", archive({"ratings.dat": b"\n" * (1 << 22) + good}))
     side = archive({"ratings.dat": good, "movies.dat": b"1::x::y\n" * (1 << 18)})
     yield case("bomb beside the ratings", side, r"movies\.dat: is larger than")
