@@ -141,7 +141,9 @@ class Lists:
         query = f"select {item}::varchar from {raw.relation} where {item} is not null limit {_SAMPLE}"
         try:
             texts = [text for (text,) in raw.duck.db.execute(query).fetchall()]
-        except duckdb.InvalidInputException:
+        except duckdb.Error:
+            if not raw.careful:
+                raise
             return self._propose(raw.carefully())
         self.looked = self.looked or bool(texts)
         if 2 * len(set(texts)) <= len(texts):

@@ -7,7 +7,6 @@ text. Lines end in LF, CRLF or CR.
 """
 
 import csv
-import io
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 _SHAPE_OF_NUMBERS = re.compile(r"-?[0-9][0-9.:/TZ+ -]*")
 """Or of times."""
 _BLANKS = re.compile(r"[ \t\v\f]+")
+_LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
 _BETWEEN_TABS = re.compile(rb'(?m)(?:^|(?<=\t))"[^\t\r\n]*"(?=[\t\r\n]|\Z)')
 
 
@@ -110,6 +110,7 @@ def read_text(
         start, skipped = start[excel.end() :], 1
     text = _Text.begin(file, start, keys, rejects, layout)
     text.skipped += skipped
+    del start  # which may be a very long line
     return text.by_duckdb(duck, progress) or text.raw(duck, text.by_lines(duck, progress))
 
 
@@ -170,7 +171,7 @@ class _Dialect:
 
     def first(self, start: str) -> tuple[list[str], int, str]:
         """The first row that is not blank, the number of lines up to its end, and why it is no CSV."""
-        rows = self.rows(io.StringIO(start, newline=""))
+        rows = self.rows(_LINE.findall(start))
         found = ((fields, at + len(taken) - 1, error) for at, fields, error, taken in rows if fields or error)
         return next(found, ([], 0, ""))
 
@@ -310,7 +311,7 @@ class _Text:
             if number > 1 and text.count("\n") == len(text):  # blank lines alone
                 number += len(text)
                 continue
-            lines = list(io.StringIO(text, newline=""))
+            lines = _LINE.findall(text)
             if number == 1:
                 number, lines = 1 + self.skipped, lines[self.skipped :]
             quoted = self.dialect.quotes and '"' in text
@@ -319,7 +320,7 @@ class _Text:
                 append(duck, "raw_lines", _as_table(range(number, number + len(lines)), fields, names))
             else:
                 # A row may go on in the next block.
-                more = (line for rest in texts for line in io.StringIO(rest, newline="")) if quoted else ()
+                more = (line for rest in texts for line in _LINE.findall(rest)) if quoted else ()
                 for table in self._tables(number, chain(lines, more), names):
                     append(duck, "raw_lines", table)
             number += len(lines)
