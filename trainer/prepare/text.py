@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 from rich.progress import Progress
 
 from logitmix.common.mappings import counted
@@ -41,6 +43,8 @@ _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 _SHAPE_OF_NUMBERS = re.compile(r"-?[0-9][0-9.:/TZ+ -]*")
 """Or of times."""
 _BLANKS = re.compile(r"[ \t\v\f]+")
+_SEPARATOR = "\x1f"
+"""Stands for a delimiter of several bytes."""
 _LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
 _BETWEEN_TABS = re.compile(rb'(?m)(?:^|(?<=\t))"[^\t\r\n]*"(?=[\t\r\n]|\Z)')
 
@@ -130,21 +134,35 @@ class _Dialect:
             return _BLANKS.split(line) if line else []
         return line.split(self.delimiter) if line else []
 
-    def alike(self, lines: Sequence[str], width: int) -> list[list[str]] | None:
-        """The columns of lines without quotes that all have so many fields, two or more; None for others. Many lists,
-        one for each line, would be looked through by Python's garbage collection."""
-        text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
-        if width < 2 or not text or "\r" in text:
+    def alike(self, text: str, names: Sequence[str], skipped: int) -> pa.Table | None:
+        """Returns the columns of a text without quotes and without its first lines, if each further line has a field
+        for each of two or more names."""
+        if len(names) < 2 or text.count("\r") != text.count("\r\n") or not is_encodable(text):
             return None
         if self.delimiter == " ":
-            if not text.isascii() or {len(line.split()) for line in lines} != {width}:
+            lines = text.split("\n")[skipped:-1]
+            if not text.isascii() or {len(line.split()) for line in lines} != {len(names)}:
                 return None
-            flat = text.split()
-        elif {line.count(self.delimiter) for line in lines} != {width - 1}:
+            flat = "\n".join(lines).split()
+            return pa.table({name: flat[place :: len(names)] for place, name in enumerate(names)})
+        separator = self.delimiter
+        if len(separator.encode()) > 1:
+            separator = _SEPARATOR
+            if separator in text:
+                return None
+            text = text.replace(self.delimiter, separator)
+        data = text.encode()
+        try:
+            return pyarrow.csv.read_csv(
+                pa.BufferReader(data),
+                pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=len(data) + 1, skip_rows=skipped, column_names=names
+                ),
+                pyarrow.csv.ParseOptions(delimiter=separator, quote_char=False, ignore_empty_lines=False),
+                pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
+            )
+        except pa.ArrowInvalid:
             return None
-        else:
-            flat = text.replace("\n", self.delimiter).split(self.delimiter)
-        return [flat[place::width] for place in range(width)]
 
     def rows(
         self, lines: Iterable[str], width: int = 0, number: int = 1
@@ -311,19 +329,21 @@ class _Text:
             if number > 1 and text.count("\n") == len(text):  # blank lines alone
                 number += len(text)
                 continue
-            lines = _LINE.findall(text)
-            if number == 1:
-                number, lines = 1 + self.skipped, lines[self.skipped :]
+            skipped = self.skipped if number == 1 else 0
             quoted = self.dialect.quotes and '"' in text
-            fields = None if quoted or not is_encodable(text) else self.dialect.alike(lines, len(self.header))
-            if fields is not None:
-                append(duck, "raw_lines", _as_table(range(number, number + len(lines)), fields, names))
+            table = None if quoted else self.dialect.alike(text, names, skipped)
+            number += skipped
+            if table is not None:
+                count = len(table)
+                append(duck, "raw_lines", table.append_column("line", [np.arange(number, number + count)]))
             else:
+                lines = _LINE.findall(text)[skipped:]
                 # A row may go on in the next block.
                 more = (line for rest in texts for line in _LINE.findall(rest)) if quoted else ()
-                for table in self._tables(number, chain(lines, more), names):
-                    append(duck, "raw_lines", table)
-            number += len(lines)
+                for rows in self._tables(number, chain(lines, more), names):
+                    append(duck, "raw_lines", rows)
+                count = len(lines)
+            number += count
         return "raw_lines"
 
     def _texts(self, progress: Progress) -> Iterator[str]:
