@@ -68,9 +68,8 @@ class Arguments(Settings):
     def export(self, group: Group, who: str) -> LiveExport:
         """Reads the export. ValueError if there is no intact one."""
         load_plugins(self.plugins, "plugins")
-        attributes, deltas = (path_of(of) if of else None for of in (self.attributes, self.deltas))
         saying = partial(say_of, say, who)
-        return LiveExport(path_of(self.directory), saying, group, deltas, None, self.where, attributes)
+        return LiveExport(path_of(self.directory), saying, group, self.deltas_path, None, *self.conditions)
 
 
 class Shard:
@@ -94,8 +93,8 @@ class Shard:
             self._former = answering
 
     def _of(self, digest: str) -> Retriever:
-        """The retriever of the export with this digest: the last one, or the one before for a front that has not read
-        the last one yet. ValueError for any other, and OSError if a file of it has been written to."""
+        """Returns the retriever of the export with this digest: the last one, or the one before for a front that has
+        not read the last one yet. ValueError for any other, and OSError if a file of it has been written to."""
         for retriever in (self._export.retriever, self._former):
             if retriever.digest == digest:
                 retriever.files.check()
@@ -103,8 +102,8 @@ class Shard:
         raise ValueError("it has another export")
 
     async def status(self, digest: str) -> tuple[str, str]:
-        """The digest of the export that was read last, and why there are no answers from the one with this digest;
-        empty if there are."""
+        """Returns the digest of the export that was read last, and why there are no answers from the one with the given
+        digest; "" if there are."""
         newest, problem = self._export.retriever.digest, ""
         try:
             self._of(digest)
@@ -113,7 +112,7 @@ class Shard:
         return newest, problem
 
     async def rank(self, stage: Literal["stage_1", "stage_2"], task: Task, *keys_BN: Tensor | None) -> Tensor | None:
-        """A stage of the Ranker, over this part of the items."""
+        """Returns what a stage of the Ranker, "stage_1" or "stage_2", finds among this shard's part of the items."""
 
         def ranked() -> Tensor | None:
             with self._group.turn:
@@ -133,8 +132,14 @@ class Shards(Group):
     def __init__(
         self, shards: "Sequence[DeploymentHandle]", say: Callable[[str], object], allow_partial: bool, seconds: float
     ) -> None:
-        """`seconds`: how long a shard may take for a stage of an answer. With `allow_partial`, there are answers
-        without the items of shards that are missing."""
+        """Makes a group of shards.
+
+        Args:
+            shards: Handles of the shards' deployments, in the order of their parts.
+            say: What is told of shards that go missing and come back.
+            allow_partial: Whether there are answers without the items of shards that are missing.
+            seconds: How long a shard may take for a stage of an answer.
+        """
         super().__init__()
         self.size, self._shards = len(shards), shards
         self._say, self._allow_partial, self._seconds = say, allow_partial, seconds
@@ -185,7 +190,7 @@ class Shards(Group):
         return all(newest == digest or problem for newest, problem in zip(self._newest, self._problems, strict=True))
 
     def _require(self) -> None:
-        """ShardsLost if shards are missing without which no answer is given."""
+        """Raises ShardsLost if shards are missing without which no answer is given."""
         if refusal := self.refusal:
             raise ShardsLost(refusal)
 
@@ -226,7 +231,8 @@ class Front:
 
 
 def build(args: dict[str, Any]) -> "Application":
-    """The application that the configuration of Ray Serve names as `import_path`. `args`: fields of `Arguments`."""
+    """Returns the application that the configuration of Ray Serve names as `import_path`. `args`: fields of
+    `Arguments`."""
     arguments = from_mapping(Arguments, args, "args")
     from ray import serve
 

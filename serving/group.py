@@ -41,7 +41,13 @@ class Group:
     """The parts of the items, from 0, that the last answer lacks; who asks for one begins with none."""
 
     def __init__(self, group: "dist.ProcessGroup | None" = None, rank: int = 0, size: int = 1) -> None:
-        """`rank` and `size`: the part of the items that a process without a group has."""
+        """Makes the group of this process.
+
+        Args:
+            group: Processes that share the items. None: this process alone.
+            rank: Number of the part of the items that a process without a group has.
+            size: Number of such parts.
+        """
         self._group = group
         self.rank, self.size = (rank, size) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.turn = threading.RLock()
@@ -128,8 +134,14 @@ class Group:
         return torch.cat(parts, dim=1).to(keys_BN.device)
 
     def best(self, task: Any, kept: int | None, k: int) -> Tensor:
-        """Keys [B, k] of the best items of all shards for a task; `kept`: how many stage 1 keeps, if it is asked."""
-        raise NotImplementedError
+        """Returns keys [B, k] of the best items of all shards for a task.
+
+        Args:
+            task: What is asked.
+            kept: How many items stage 1 keeps; None if it is not asked.
+            k: The number of items.
+        """
+        raise AssertionError("a group without shards is asked for their items")
 
     def least(self, keys_BN: Tensor, kept: int, widest: int) -> Tensor:
         """The lowest key [B] of the `kept` highest of all ranks, which have at most `widest` each."""

@@ -6,7 +6,7 @@ Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k')
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -107,10 +107,11 @@ class Ranker:
                 return self.best(task)
 
     def best(self, task: Task) -> Tensor:
-        """Keys [B, k] of the best items of all processes for a task that all of them have."""
+        """Returns keys [B, k] of the best items of all processes for a task that all of them have."""
         group, kept = self.group, task.options.kept(self._num_items)
         if group.has_shards:
             return group.best(task, kept if self._of_two_stages(task) else None, min(task.k, self._num_items))
+        task = replace(task, may=self._allowed(task))  # once for both stages
         keys_BN = self.stage_1(task)
         if keys_BN is not None and not group.alone:
             keys_BN = at_least(group.least(keys_BN, kept, max(self.sizes)), keys_BN)
@@ -118,8 +119,8 @@ class Ranker:
         return best_BK if group.alone else group.gather(best_BK, best_BK.shape[1]).topk(best_BK.shape[1]).values
 
     def stage_1(self, task: Task) -> Tensor | None:
-        """Keys [B', N] of the best of this process's items by the h-indexer, in the order of the items and with NOTHING
-        after the last, for the B' requests that two stages answer; None if there is no such request."""
+        """Returns keys [B', N] of the best of this process's items by the h-indexer, in the order of the items and with
+        NOTHING after the last, for the B' requests that two stages answer; None if there is no such request."""
         rows, kept = self._of_two_stages(task), task.options.kept(self._num_items)
         if not rows:
             return None
@@ -137,8 +138,8 @@ class Ranker:
         return at_least(least_key(own_BN, kept), own_BN) if len(found) > 2 else own_BN
 
     def stage_2(self, task: Task, keys_BN: Tensor | None) -> Tensor:
-        """Keys [B, k] of the best of this process's items by the similarity; for requests that two stages answer, of
-        those that stage 1 has found: `keys_BN`, in its order."""
+        """Returns keys [B, k] of the best of this process's items by the similarity. Requests that two stages answer
+        find only items of `keys_BN`, which stage 1 has returned."""
         device, k = self.items.device, min(task.k, self._num_items)
         query, may, two = each(task.query, lambda part: part.to(device)), self._allowed(task), self._of_two_stages(task)
         best_BK = torch.full((len(task.few), k), NOTHING, device=device)
@@ -154,19 +155,20 @@ class Ranker:
         return best_BK
 
     def _of_two_stages(self, task: Task) -> list[int]:
-        """The requests of a task that two stages answer."""
-        if task.query.hindexer is None or task.options.kept(self._num_items) >= self._num_items:
-            return []
-        return [row for row, few in enumerate(task.few) if not few]
+        """Returns the rows of a task's requests that two stages answer."""
+        return [row for row, few in enumerate(task.few) if not few] if self._has_two_stages(task) else []
+
+    def _has_two_stages(self, task: Task) -> bool:
+        """Returns whether stage 1 finds the items of the task's requests that may find many."""
+        return task.query.hindexer is not None and task.options.kept(self._num_items) < self._num_items
 
     def _allowed(self, task: Task) -> list[Allowed | None]:
         return self.may(task) if task.may is None else task.may
 
     def few(self, task: Task) -> list[bool]:
         """Task.few. Of one stage, a list is few, and what a tenth of the items fulfill."""
-        kept = task.options.kept(self._num_items)
-        two_stages = task.query.hindexer is not None and kept < self._num_items
-        most = kept if two_stages else self._num_items // 10
+        two_stages = self._has_two_stages(task)
+        most = task.options.kept(self._num_items) if two_stages else self._num_items // 10
         found = []
         for some, may in zip(task.allowed, self.may(task), strict=True):
             is_short = some is not None and (not two_stages or len(some) <= most)

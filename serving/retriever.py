@@ -449,12 +449,12 @@ class Retriever:
 
     @torch.inference_mode()
     def stage_1(self, task: Task) -> Tensor | None:
-        """As of the Ranker, of the items of this process alone."""
+        """Returns what `Ranker.stage_1` finds among the items of this process alone."""
         return self._ranker.stage_1(task)
 
     @torch.inference_mode()
     def stage_2(self, task: Task, keys_BN: Tensor | None) -> Tensor:
-        """As of the Ranker, of the items of this process alone."""
+        """Returns what `Ranker.stage_2` finds among the items of this process alone."""
         return self._ranker.stage_2(task, keys_BN)
 
     @property

@@ -81,15 +81,14 @@ def load_app(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     saying = partial(say_of, say, f"worker {os.getpid()}") if folder else say
-    where = settings.where
-    attributes, deltas = (path_of(of) if of else None for of in (settings.attributes, settings.deltas))
-    export = LiveExport(directory, saying, None, deltas, folder, where, attributes)
+    export = LiveExport(directory, saying, None, settings.deltas_path, folder, *settings.conditions)
     if settings.boost_new:
         export.retriever.new_items()
     shadow = None
     if settings.shadow:
         with prefixed("--shadow: "):
             saying = partial(say_of, saying, "shadow")
+            where, attributes = settings.conditions
             shadow = LiveExport(path_of(settings.shadow), saying, where=where, attributes=attributes)
     gc.freeze()  # of what stays, which takes a third of a second to go through
     return make_app(export, settings, shadow, folder)
@@ -189,7 +188,7 @@ def make_app(
         try:
             question = parse(await read_body(request), defaults)
             start = time.perf_counter()
-            gone = connection.transport.is_closing if connection else bool
+            gone = connection.transport.is_closing if connection else lambda: False
             answer, retriever = await batcher.ask(question, gone)
         except ValueError as error:
             return error_response(400, str(error))
@@ -325,8 +324,8 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _page(text: str) -> Response:
-    """A page, and the policy that lets the browser run the page's own scripts and load the pictures whose addresses the
-    export's columns may have."""
+    """Returns a page, with the policy that lets the browser run the page's own scripts and load the pictures whose
+    addresses the export's columns may have."""
     inline = (hashlib.sha256(script.encode()).digest() for script in re.findall(r"<script>(.*?)</script>", text, re.S))
     scripts = " ".join(["'self'", *(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in inline)])
     policy = (

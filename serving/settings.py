@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from logitmix.common.mappings import require
@@ -56,9 +57,19 @@ class Settings:
         )
         require(math.isfinite(self.boost_new), "--boost-new", self.boost_new, "a finite number")
 
+    @property
+    def conditions(self) -> tuple[str, Path | None]:
+        """What the items of all answers fulfill: `where`, and the local path of `attributes`."""
+        return self.where, path_of(self.attributes) if self.attributes else None
+
+    @property
+    def deltas_path(self) -> Path | None:
+        """The local path of the folder `deltas`; None if there is none."""
+        return path_of(self.deltas) if self.deltas else None
+
     @cached_property
     def allowed(self) -> "Allowed":
-        """Whose requests are answered. ValueError if the token cannot be used."""
+        """The clients whose requests are answered. ValueError if the token cannot be used."""
         from logitmix.serving.guards import Allowed, read_token
 
         token = read_token(path_of(self.token_file)) if self.token_file else ""
@@ -66,7 +77,7 @@ class Settings:
 
     @cached_property
     def tls(self) -> "Tls | None":
-        """For HTTPS. ValueError if a file cannot be used."""
+        """Certificates for HTTPS; None without it. ValueError if a file cannot be used."""
         return None
 
 

@@ -150,7 +150,8 @@ class Workers(Multiprocess):
     def __init__(
         self, directory: Path, settings: ServerSettings, count: int, listening: socket.socket, folder: Path
     ) -> None:
-        """`folder`: where workers leave their metrics, and what they share in memory."""
+        """Makes the worker processes of a server. In `folder`, they leave their metrics and what they share in
+        memory."""
         make = partial(_worker, directory, settings, folder, references())
         super().__init__(make_config(make, settings, count), [listening])
         self._directory, self._settings, self._folder = directory, settings, folder
@@ -191,7 +192,7 @@ class Workers(Multiprocess):
 
 
 def _worker(directory: Path, settings: ServerSettings, folder: Path, plugins: Sequence[str]) -> "FastAPI":
-    """The application of a worker. If there is none, the process ends with a line that says why."""
+    """Returns the application of a worker. If there is none, the process ends with a line that says why."""
     faulthandler.enable()
     try:
         load_plugins(plugins)

@@ -18,7 +18,7 @@ from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.prepare.files import InputFile
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.scan import Keys, Raw, append, literal, unnested
-from logitmix.trainer.prepare.text import line_blocks
+from logitmix.trainer.prepare.text import line_blocks, lines_of
 
 MOST_KEYS = 50
 """Of a nested object: more are not keys but data, such as the details of products."""
@@ -57,8 +57,8 @@ def is_json(file: InputFile) -> bool:
 
 
 def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, duck: Duck) -> Raw:
-    """The lines of a file with `keys`, which may be paths; says what else is not read. ValueError if no line is an
-    object, or if a key is not there."""
+    """Returns the lines of a file as rows with the keys `keys`, which may be paths, and says what else is not read.
+    ValueError if no line is an object, or if a key is not there."""
     duck.db.execute("create or replace table json_lines (line bigint, problem varchar, written varchar)")
     for rows in _lines(file, progress):
         append(duck, "json_lines", rows)
@@ -106,12 +106,10 @@ def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress,
 
 
 def _lines(file: InputFile, progress: Progress) -> Iterator[pa.Table]:
-    """The lines that are not blank."""
+    """Yields tables of a file's lines that are not blank."""
     for first, block in line_blocks(file, progress):
         numbers, problems, texts = list[int](), list[str | None](), list[str]()
-        for number, line in enumerate(block.split(b"\n"), start=first):
-            if not line or line.isspace():
-                continue
+        for number, line in lines_of(first, block):
             text = line.decode("utf-8", "backslashreplace")
             deep = line.count(b"[") + line.count(b"{") > MOST_LEVELS and _levels(text) > MOST_LEVELS
             numbers.append(number)
@@ -122,12 +120,13 @@ def _lines(file: InputFile, progress: Progress) -> Iterator[pa.Table]:
 
 
 def _levels(text: str) -> int:
-    """How deeply JSON is nested."""
+    """Returns how deeply JSON is nested."""
     return max(accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(of, 0) for of in _STRING.sub("", text)))
 
 
 def _first_keys(shape: dict[str, Any], path: str, left_out: list[str]) -> dict[str, Any]:
-    """The shape of an object with as many keys as are read."""
+    """Returns the shape of an object with as many of its keys as are read. The paths of the others are added to
+    `left_out`."""
     most = MOST_KEYS if path else MOST_COLUMNS
     left_out += [path + name for name in list(shape)[most:]]
     return {
@@ -147,7 +146,7 @@ def _paths(name: str, shape: Any) -> Iterator[str]:
 
 
 def _at(shape: dict[str, Any], path: str) -> Any:
-    """The shape of a column."""
+    """Returns the shape of a column."""
     for name, of in shape.items():
         if path == name:
             return of
@@ -158,7 +157,7 @@ def _at(shape: dict[str, Any], path: str) -> Any:
 
 
 def _spec(shape: Any, in_list: bool = False) -> Any:
-    """The types that values of a shape are read as."""
+    """Returns the types that values of a shape are read as."""
     if type(shape) is dict:
         return {name: _spec(of, in_list) for name, of in shape.items()}
     if type(shape) is list:

@@ -113,16 +113,13 @@ class Gatherer:
                 self.unread[name], values, sql_type = f"of type {kind.id}", f"({values})::varchar", "varchar"
             self.admit(name, sql_type, raw.label)
             columns[self.columns[name]] = values
-        made, before = ", ".join(f'{values} as "{name}"' for name, values in columns.items()), self._count()
+        made = ", ".join(f'{values} as "{name}"' for name, values in columns.items())
         if not raw.runs(insert := f"insert into {self.name} by name select {made} from "):
             raw.carefully().runs(insert)
-        self.rows_of[raw.label] = self._count() - before
+        of_file = f"file = {len(self.labels)} and problem is null"
+        (self.rows_of[raw.label],) = self.duck.row(f"select count(*) from {self.name} where {of_file}")
         self.labels.append(raw.label)
         self.kinds |= raw.kinds
-
-    def _count(self) -> int:
-        count: int = self.duck.row(f"select count(*) from {self.name} where problem is null")[0]
-        return count
 
     def admit(self, name: str, sql_type: str, label: str) -> None:
         """Makes room for values of this type in the column."""
@@ -190,8 +187,8 @@ class Gatherer:
 
 
 def id_of(raw: Raw, name: str, owner: str) -> tuple[str, str]:
-    """The expressions of the ids in a column as text: integers and whole numbers by their digits, as far as these are
-    exact; and of why one is malformed, as conditions of CASE. ValueError if the column cannot be ids."""
+    """Returns the expressions of the ids in a column as text: integers and whole numbers by their digits, as far as
+    these are exact; and of why one is malformed, as conditions of CASE. ValueError if the column cannot be ids."""
     (kind,), value = raw.types(name), raw.columns[name]
     plain, why = f"{value}::varchar", "is not a whole number that is exact"
     text = plain
@@ -282,7 +279,7 @@ class SideTable:
 
 
 def side_table(raws: Iterable[Raw], rejects: Rejects) -> SideTable:
-    """The rows with an id, which is the first key of the files."""
+    """Returns the rows with an id, which is the first key of the files."""
     gatherer = Gatherer(scratch(), "side", f"{OWN}, id varchar")
     for raw in raws:
         text, wrong = id_of(raw, raw.keys[0], "id")
@@ -297,7 +294,7 @@ def side_table(raws: Iterable[Raw], rejects: Rejects) -> SideTable:
 
 @dataclass
 class Gathered:
-    """What reading files into the table `rows` found."""
+    """What was found while files were read into the table `rows`."""
 
     gatherer: Gatherer
     labels: list[str]
@@ -380,7 +377,7 @@ class Job:
         self.duck.put("labels", pa.table({"file": np.arange(len(labels), dtype=np.int32), "label": labels}))
 
     def _times(self, raw: Raw, clock: Clock) -> dict[str, str]:
-        """The expressions of the times of a file's rows."""
+        """Returns the expressions of the times of a file's rows."""
         name, value = raw.keys[2], raw.columns[raw.keys[2]]
         try:
             found = clock.columns(self.duck, raw.relation, value)

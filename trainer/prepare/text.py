@@ -92,6 +92,13 @@ def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, byte
         yield first, carry + b"\n"
 
 
+def lines_of(first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the bytes of each line of a block that is not blank; its first line has this number."""
+    for number, line in enumerate(block.split(b"\n"), start=first):
+        if line and not line.isspace():
+            yield number, line
+
+
 def fixed_keys(*names: str) -> Keys:
     """The keys of a format whose columns have these names."""
     return lambda label, header: list(names)
@@ -100,9 +107,9 @@ def fixed_keys(*names: str) -> Keys:
 def read_text(
     file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, duck: Duck, layout: Layout = CSV
 ) -> Raw:
-    """All columns, as text. Where a header states types, as name:token_seq, sequences are lists, and the columns have
-    the kinds. Rows with another number of fields, or whose keys are not UTF-8, are malformed. ValueError if a header is
-    missing."""
+    """Returns all columns of a file, as text. If a header states types, as name:token_seq, sequences are lists, and the
+    columns have the kinds. Rows with another number of fields, or whose keys are not UTF-8, are malformed. ValueError
+    if a header is missing."""
     _, start = next(line_blocks(file, Progress(disable=True)), (1, b""))
     start = start[: start.find(b"\n", 1 << 16) + 1 or None]
     if not start:
@@ -127,7 +134,7 @@ class _Dialect:
     """False: they are text."""
 
     def fields(self, line: str) -> list[str]:
-        """Of a line without quotes, or with quotes that are text."""
+        """Returns the fields of a line that has no quotes, or whose quotes are text."""
         line = line.rstrip("\r\n")
         if self.delimiter == " ":
             line = line.strip(" \t\v\f\r")
@@ -188,14 +195,14 @@ class _Dialect:
             number += len(taken)
 
     def first(self, start: str) -> tuple[list[str], int, str]:
-        """The first row that is not blank, the number of lines up to its end, and why it is no CSV."""
+        """Returns the first row that is not blank, the number of lines up to its end, and why it is no CSV."""
         rows = self.rows(_LINE.findall(start))
         found = ((fields, at + len(taken) - 1, error) for at, fields, error, taken in rows if fields or error)
         return next(found, ([], 0, ""))
 
 
 def _taking(taken: list[str], waiting: deque[str], source: Iterator[str]) -> Iterator[str]:
-    """The lines of a row as csv asks for them, which are noted in `taken`."""
+    """Yields the lines of a row as the csv module asks for them, and notes them in `taken`."""
     yield taken[0]
     while line := (waiting.popleft() if waiting else next(source, "")):
         taken.append(line)
@@ -222,7 +229,7 @@ class _Text:
 
     @classmethod
     def begin(cls, file: InputFile, start: bytes, keys: Keys, rejects: Rejects, layout: Layout) -> "_Text":
-        """For a text that starts so."""
+        """Finds the delimiter and the columns of a file, whose decompressed text begins with `start`."""
         label, text = file.label, start.decode("utf-8", "surrogateescape")
         dialects = [
             _Dialect(one, one not in "\t " and len(one) == 1 if layout.quotes is None else layout.quotes)
@@ -253,7 +260,7 @@ class _Text:
         return cls(file, rejects, dialect, header, key_names, types, skipped)
 
     def raw(self, duck: Duck, relation: str) -> Raw:
-        """The columns of a relation whose columns are x0, x1 and so on."""
+        """Returns the columns of a relation whose columns are x0, x1 and so on."""
         named = {
             name: _as_stated(self.types.get(name), f"x{place}")
             for place, name in enumerate(self.header)
@@ -268,7 +275,7 @@ class _Text:
         return Raw(self.file.label, duck, relation, named, self.keys, kinds)
 
     def by_duckdb(self, duck: Duck, progress: Progress) -> Raw | None:
-        """What DuckDB reads, if it may be what csv reads."""
+        """Returns the rows as DuckDB reads them; None if they may differ from those that the csv module reads."""
         compressed = magic(self.file.path, 2) == b"\x1f\x8b"
         path = self.file.path
         plain_file = (
@@ -293,7 +300,7 @@ class _Text:
         return replace(raw, lines=count - self.skipped, careful=lambda: self.by_lines(duck, Progress(disable=True)))
 
     def _lines_of_plain(self, progress: Progress) -> tuple[int, str] | None:
-        """The number of lines, and how they end; None if some may be split in several ways."""
+        """Returns the number of lines, and how they end; None if some may be split in several ways."""
         delimiter, lines, carriages = re.escape(self.dialect.delimiter.encode()), 0, 0
         usual = b'[^\r\n"' + delimiter + b"]"
         stray, ends_empty = (
@@ -380,7 +387,7 @@ class _Text:
         yield from _as_tables(rows, wrong, names)
 
     def _unescaped(self, text: str) -> str:
-        """The text with two quotes for each that a backslash escapes, if more lines are rows then."""
+        """Returns the text with two quotes for each that a backslash escapes, if more lines are rows then."""
         if not self.dialect.quotes or '\\"' not in text:
             return text
         if not self.escapes:
@@ -404,7 +411,7 @@ def _as_table(numbers: Iterable[int], columns: Iterable[Sequence[Any]], names: S
 def _as_tables(
     rows: Mapping[int, list[Any]], wrong: list[tuple[int, str, str]], names: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """The rows, and the malformed ones."""
+    """Yields a table of the rows, and one of the malformed rows, if there are any."""
     if rows:
         yield _as_table(rows, zip(*rows.values(), strict=True), names)
     if wrong:
@@ -438,7 +445,7 @@ def _as_stated(kind: str | None, column: str) -> str:
 
 
 def as_number(column: str) -> str:
-    """A text as FP32, null for text that is not a number."""
+    """Returns the expression of a text column as FP32, null for text that is not a number."""
     return f"case when regexp_full_match({column}, '{NUMBER}') then {column}::float end"
 
 
