@@ -108,8 +108,8 @@ def on_all_ranks(action: Callable[[], T], ranks: Ranks) -> list[T]:
 
 
 def own_result(action: Callable[[], T], ranks: Ranks) -> T:
-    """Every rank acts, and returns its own result, which is sent nowhere. If some raise ValueError or OSError, all
-    raise the first."""
+    """Lets every rank act, and returns the result of this rank, which is sent nowhere. If some raise ValueError or
+    OSError, all raise the first."""
     found: list[T] = []
     on_all_ranks(lambda: found.append(action()), ranks)
     return found[0]

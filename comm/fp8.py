@@ -94,7 +94,8 @@ def backend(device_type: str) -> ModuleType:
 
 
 def _rows_apart(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns the matrix with its columns side by side; rows may lie any distance apart."""
+    """Returns a matrix of the same numbers whose rows are each contiguous in memory: a copy unless they are already.
+    Gaps between rows may stay."""
     return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 

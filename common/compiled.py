@@ -26,8 +26,8 @@ PARTS = {
 
 
 def compiled_library(module: str, **functions: tuple[Any, ...]) -> ctypes.CDLL | None:
-    """The library of a module's name; None if it was not built (setup.py), does not load or is of other sources.
-    `functions` have the types of their results and arguments: `scan=(None, c_void_p, c_int64)`."""
+    """Returns the library of a module's name; None if it was not built (setup.py), does not load or is of other
+    sources. `functions` have the types of their results and arguments: `scan=(None, c_void_p, c_int64)`."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return None

@@ -97,7 +97,7 @@ def naming_urls() -> Iterator[None]:
 
 @contextmanager
 def prefixed(what: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """An exception of the given kinds within becomes a ValueError whose line begins with `what`."""
+    """Turns an exception of the given kinds within into a ValueError whose line begins with `what`."""
     try:
         yield
     except kinds as error:

@@ -391,8 +391,8 @@ class _Copy:
 
     @contextmanager
     def _reaching(self, how: str, more: str = "") -> Iterator[None]:
-        """Whatever a driver raises is an OSError of one line that names the URL; ValueError if fsspec has no driver for
-        it, or not all that the driver needs."""
+        """Turns whatever a driver raises within into an OSError of one line that names the URL. ValueError if fsspec
+        has no driver for it, or not all that the driver needs."""
         try:
             yield
         except ImportError as error:

@@ -146,6 +146,6 @@ class AdaptiveCompression(nn.Module):
         nn.init.eye_(last.bias.view(self.shape))
 
     def forward(self, v_RJC: Tensor) -> Tensor:
-        """Returns [R, K, C] of [R, J, C]."""
+        """Compresses the J embeddings of each row, [R, J, C], to K, [R, K, C]."""
         w_RJK = self.weights(v_RJC.flatten(1)).view(-1, *self.shape)
         return torch.bmm(w_RJK.transpose(1, 2), v_RJC)

@@ -82,12 +82,22 @@ class QueryTower(nn.Module):
         noise: Noise | None = None,
         last: bool = False,
     ) -> Embedded:
-        """Returns the queries [T, D] of items [T, D]: the query at position t has seen positions 0..t of its sequence.
-        With `last`, that of the sequences' last positions alone, [B, D], without noise.
+        """Returns a query for each position of packed histories, which has seen its sequence up to that position.
 
-        An event's features are added to its item before the encoder, the user's to the encoder's output, and so is the
-        time at which the query is asked, where items have dates. The user's id, where it is a component of its own, is
-        not added, and is the last group.
+        The features of an event are added to its item before the encoder. Those of the user are added to the encoder's
+        output. If items have dates, so is the time at which the query is asked. If the user's id is a component of its
+        own, it is not added, but is the last group.
+
+        Args:
+            item_TD: Vectors of the histories' items.
+            packing: Says which positions are a sequence.
+            rows: Rows of each table's unique ids, by table.
+            features: Values of the users' and events' features.
+            noise: Dropout; None outside training.
+            last: Whether only the query at the last position of each sequence is computed, without noise.
+
+        Returns:
+            Queries [T, D], or [B, D] with `last`.
         """
         events = self.events(rows, features.values)
         users, history_TD = self.users(rows, features.values), _sum(item_TD, events)

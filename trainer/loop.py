@@ -362,7 +362,8 @@ class _Training:
 
 
 def parallel_model(config: Config, schema: Schema, ranks: Ranks, restored: bool = False) -> ParallelModel:
-    """The configured model of a dataset with this schema, divided among the ranks, as `parallelize` makes it."""
+    """Returns the configured model of a dataset with this schema, divided among the ranks, as `parallelize` makes
+    it."""
     used = model_schema(schema, config)
     return parallelize(used, config.model, config.tables, config.comm, config.train, ranks, restored)
 

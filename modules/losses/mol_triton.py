@@ -362,8 +362,8 @@ def _dot_add(a, b, c, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _product(a, b, WARPGROUPS: tl.constexpr, EMULATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a b with few columns. Hopper's groups of four warps multiply 64 rows at once; others compute the transpose, whose
-    columns Triton divides among the warps."""
+    """Returns the product a b, which has few columns. Hopper's groups of four warps multiply 64 rows at once; others
+    compute the transpose, whose columns Triton divides among the warps."""
     if WARPGROUPS and a.shape[0] >= 64:
         return _dot(a, b, EMULATED)
     else:

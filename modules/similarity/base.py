@@ -59,11 +59,11 @@ class Similarity(nn.Module, ABC):
         """Tells how many features queries and items have: `groups`. Once, before the weights exist."""
 
     def query_side(self, query: Embedded, row_T: Tensor, noise: Noise | None = None) -> Side:
-        """Returns `query` of embedded queries."""
+        """Returns the queries' side as `query` computes it, from their vectors and their features' embeddings."""
         return self.query(query.vector_RD, row_T, noise, query.groups)
 
     def item_side(self, item: Embedded, row_N: Tensor, noise: Noise | None = None) -> Side:
-        """Returns `item` of embedded items."""
+        """Returns the items' side as `item` computes it, from their vectors and their features' embeddings."""
         return self.item(item.vector_RD, row_N, noise, item.groups)
 
     @abstractmethod

@@ -48,7 +48,7 @@ class Cell:
 
     text: str | None = None
     soft: str = ""
-    """After the text, less visible."""
+    """Text that stands after the main one, in a muted color."""
     colors: Sequence[int] = ()
     """Numbers of the groups or parts whose colors stand before the text."""
     is_best: bool = False

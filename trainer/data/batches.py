@@ -266,7 +266,8 @@ class TrainingBatches:
         return self._order(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
 
     def at(self, step: int, rank: int | None = None) -> Batch:
-        """This rank's part of the global batch of a step, or that of another rank, on the CPU."""
+        """Returns the part of a step's global batch that a rank trains on, with its tensors on the CPU. The rank is
+        that of this process unless `rank` names another."""
         epoch, index = divmod(step, self.steps_per_epoch)
         sequences = self._sequences(step)
         bounds, bounds_Q = (np.append(0, np.cumsum(of[sequences])) for of in (self.length_S, self.targets_S))
@@ -425,8 +426,8 @@ class TrainingBatches:
         return np.log(q_X).astype(np.float32)
 
     def _without(self, name: str, ids_R: Ints, row_R: Ints, table: str, step: int) -> Ints:
-        """Rows of a table in this step; those that are dropped at the rate of this name, chosen by their ids, are the
-        unknown row."""
+        """Returns the rows of a table that a step uses. Those that are dropped at the rate of the setting `name`,
+        chosen by their ids, are replaced by the row of unknown values."""
         if (rate := getattr(self.model, name)) == 0:
             return row_R
         key = derive_key(name, self.seed, step)
@@ -441,7 +442,8 @@ class TrainingBatches:
 
 @lru_cache(maxsize=2)
 def _random(key: tuple[int, ...], below: int, shape: tuple[int, int]) -> Ints:
-    """The numbers that all ranks draw for a batch; kept for a process that makes the parts of several ranks."""
+    """Returns the random numbers below `below` that all ranks draw for a batch. They are kept, for a process that makes
+    the parts of several ranks."""
     return np.random.default_rng(key).integers(0, below, shape)
 
 

@@ -107,7 +107,8 @@ class _Checker:
             self.problems.append(error.problem)
 
     def holds(self, file: str, check: Callable[..., object], *arguments: Any) -> bool:
-        """Calls a check, and returns whether it found nothing."""
+        """Calls a check with these arguments. If it raises ValueError, notes that as a problem of the file. Returns
+        whether it raised nothing."""
         before = len(self.problems)
         with self.finding(file):
             check(*arguments)
@@ -163,8 +164,8 @@ class _Checker:
         return rows
 
     def _check_column(self, name: str, index: str, batch: pa.RecordBatch, row: int) -> None:
-        """ValueError for what is wrong in a column of some rows, the first of which is `row`. `index` is what messages
-        call its number: "row" for actions that were appended."""
+        """Checks a column of some rows, of which the first has the number `row`. Raises ValueError for what is wrong.
+        `index` is what messages call that number: "row" for actions that were appended."""
         column, at = batch.column(name), places(index, row)
         if name in ("item_index", "user_index"):
             if index == "row":

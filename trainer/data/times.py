@@ -151,9 +151,9 @@ class Clock:
     """By what they show: "day first", "month first", "either"; and "number", "date"."""
 
     def columns(self, duck: Duck, relation: str, value: str) -> dict[str, str]:
-        """The expressions of a relation's column: `time`, `fraction` in billionths of its unit, and `form`, which
-        is null for numbers. The time is null where there is none, and where `read_written` is to find it. ValueError if
-        the column cannot be times."""
+        """Returns the expressions of a relation's column: `time`, `fraction` in billionths of its unit, and `form`,
+        which is null for numbers. The time is null where there is none, and where `read_written` is to find it.
+        ValueError if the column cannot be times."""
         time, fraction, form = "null::bigint", "0", "null::varchar"
         kind = duck.db.sql(f"select {value} from {relation}").types[0].id
         rounded = f"select bool_or(abs({value}) > {2**24} and abs({value}) < {LATEST}::double) from {relation}"
@@ -275,7 +275,7 @@ def digits_form(engine: Engine, column: str, table: str) -> str:
 
 
 def _floored(ticks: str, size: int) -> tuple[str, str]:
-    """The expressions of whole seconds and of the billionths beyond them, of so many ticks a second."""
+    """Returns the expressions of whole seconds and of the billionths beyond them, of so many ticks a second."""
     part = f"(({ticks} % {size} + {size}) % {size})"
     return f"({ticks} - {part}) // {size}", f"{part} * {10**9 // size}"
 

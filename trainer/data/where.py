@@ -96,12 +96,12 @@ class Condition:
         raise self.not_ordered()
 
     def given(self) -> tuple[pa.Scalar, int, pa.Scalar]:
-        """The value as a time, in seconds and billionths of one, and as a number; null if it is none."""
+        """Returns the value as a time, in seconds and billionths of one, and as a number; null if it is none."""
         value = pa.array([self.value])
         return seconds_of_texts(value)[0], int(nanoseconds_of_texts(value)[0]), as_numbers(value, pa.float64())[0]
 
     def not_ordered(self) -> ValueError:
-        """What is wrong if the value is a text, and the operator is one of order."""
+        """Returns what is wrong if the value is a text, and the operator is one of order."""
         such = "neither a number such as 40.5 nor a date such as 2024-01-31"
         return ValueError(f"{self.value!r} is {such}, as {self.operator} needs")
 

@@ -91,7 +91,7 @@ class Counted:
         }
 
     def entries(self) -> dict[str, Any]:
-        """Those of dataset.json that are counted of the sequences."""
+        """Returns the entries of dataset.json that are counted of the sequences."""
         return {
             "actions": self.sums["actions"],
             "repeated_targets": shares(self.sums["with_targets"], {of: self.sums[of] for of in ("validation", "test")}),
@@ -102,7 +102,7 @@ class Counted:
         }
 
     def times(self) -> dict[str, int]:
-        """The entries of `times` in dataset.json."""
+        """Returns the entries of `times` in dataset.json that are counted of the sequences."""
         ties = {name: self.sums[name] for name in ("tied_actions", "users_that_end_tied")}
         return {"first": self.first, "last": self.last} | ties
 

@@ -92,7 +92,7 @@ def evaluate_run(
 
 
 def excludes_history(rule: HistoryRule, config: DataConfig, dataset: Dataset, said: Console | None = None) -> bool:
-    """Whether a user's history is left out of that user's ranking, in evaluation and in serving.
+    """Returns whether a user's history is left out of that user's ranking, in evaluation and in serving.
 
     Args:
         rule: evaluate.exclude_history.
@@ -300,8 +300,8 @@ class Evaluation:
 
 
 def _wanted_row(want: str, wanted: str, dataset: Dataset) -> int:
-    """The row of the kind of action `want` (evaluate.want), a value of the feature `wanted` (model.wanted). ValueError
-    if the dataset has none of it."""
+    """Returns the row of the kind of action `want` (evaluate.want), a value of the feature `wanted` (model.wanted).
+    ValueError if the dataset has none of it."""
     feature = next(of for of in dataset.schema.of("event") if of.name == wanted)
     kinds = dataset.vocabulary(feature.table)
     require_kind("evaluate.want", want, [kind for kind in kinds if kind])

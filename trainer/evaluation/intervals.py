@@ -26,8 +26,9 @@ def over_seeds(mean_RM: Floats, seed: int) -> Floats:
 
 
 def resampled(groups: Sequence[Floats]) -> list[tuple[Floats, Floats]]:
-    """Of groups of runs, each with its runs' numbers of the users [U, M]: the means over the runs [U], and their means
-    over resamples [R] of the users, the same ones for all groups, and of the group's runs."""
+    """Returns, for each group of runs, the means over its runs [U], and the means of these over resamples [R] of the
+    users. A group has its runs' numbers of the users [U, M]. All groups have the same resamples of the users; those of
+    runs are the group's own."""
     value_MU, random, found, first = np.concatenate(groups, axis=1).T.copy(), np.random.default_rng(0), [], 0
     U = value_MU.shape[1]
     counts = (np.bincount(random.integers(0, U, U), minlength=U).astype(float) for _ in range(RESAMPLES))

@@ -92,7 +92,7 @@ def _write(staging: Path, about: About, entries: Entries, before: str) -> Entrie
 
 
 def _metrics(facts: Facts) -> list[list[str]]:
-    """The rows of a table, its head first; empty if nothing was measured."""
+    """Returns the rows of a table, its head first; empty if nothing was measured."""
     every = {**facts.validation, **facts.test}
     own = [name for name in every if name.partition("/")[0] not in (*COMPARED_WITH, "groups")]
     baselines = [name for name in COMPARED_WITH if any(key.startswith(f"{name}/") for key in facts.test)]

@@ -155,8 +155,9 @@ class ParallelModel:
         return [*(each.module for each in self.tables), *(each.module for each in self.pooled)]
 
     def shards(self) -> dict[str, ShardedTensor]:
-        """Returns the tables in training by name, with this rank's shards; by reference. What a GPU has cached of
-        tables in the host's memory is first written back."""
+        """Returns the tables that are trained, by name, each with the shards that this rank holds. The tensors are
+        those in use, not copies. If a GPU caches rows of tables in the host's memory, these rows are written back
+        first."""
         states = [module.state_dict() for module in self._modules]
         return {table_name(key): cast(ShardedTensor, weight) for state in states for key, weight in state.items()}
 

@@ -293,8 +293,7 @@ class _Part:
 
 
 def _joined(pieces: Sequence[SentRows]) -> list[SentRows]:
-    """Returns the pieces without empty ones; neighbors on the wire that are also neighbors in their table are
-    merged."""
+    """Merges pieces that follow each other on the wire and in the rows of their table, and leaves out empty ones."""
     joined: list[SentRows] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -110,7 +110,7 @@ def rows_sent(
 
 
 def _slice(rank: int, size: int) -> slice:
-    """Returns the ranks of a rank's group, of groups of equal sizes."""
+    """Returns the ranks of the group that a rank belongs to, if each `size` consecutive ranks are a group."""
     return slice(rank - rank % size, rank - rank % size + size)
 
 

@@ -125,7 +125,7 @@ class RawColumn:
     """Of texts; None: it is fitted to them."""
 
     def distinct(self) -> "Distinct":
-        """The different values, read if they are not in memory."""
+        """Returns the different values, read if they are not in memory."""
         values, counts = self.values() if callable(self.values) else (self.values, self.counts)
         return distinct(values, counts, self.missing)
 
@@ -398,16 +398,16 @@ class Distinct:
 
     @property
     def rows(self) -> int:
-        """Those with a value."""
+        """Returns how many rows have a value."""
         return int(self.counts[as_numpy(self.values.is_valid())].sum())
 
     @property
     def comes_again(self) -> bool:
-        """Whether a value occurs at least twice on average."""
+        """Returns whether a value occurs at least twice on average."""
         return 2 * len(self.present) <= self.rows
 
     def merged(self, values: pa.Array) -> "Distinct":
-        """With other values in place of these, of which several may become one."""
+        """Returns the same rows with other values in place of the different ones, of which several may become one."""
         encoded = values.dictionary_encode()
         size = len(encoded.dictionary)
         codes = encoded.indices.fill_null(size).to_numpy()
@@ -419,8 +419,8 @@ class Distinct:
 
 
 def distinct(values: pa.Array, counts: np.ndarray | None = None, missing: tuple[str, ...] = MISSING) -> Distinct:
-    """The different values of a column: bytes count as text if they are UTF-8, whole floats as integers, and `missing`
-    and blank texts as none. `counts`: how often each row counts; None: once."""
+    """Returns the different values of a column: bytes count as text if they are UTF-8, whole floats as integers, and
+    `missing` and blank texts as none. `counts`: how often each row counts; None: once."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     if (
@@ -455,8 +455,8 @@ def distinct(values: pa.Array, counts: np.ndarray | None = None, missing: tuple[
 
 
 def infer_kind(of: Distinct, unit: str = "") -> str | None:
-    """The kind by the rules above; None if the column is not used. `unit`: that of the times with which dates can be
-    compared."""
+    """Returns the kind by the rules above; None if the column is not used. `unit`: that of the times with which dates
+    can be compared."""
     values, kind = of.values, of.values.type
     if not len(of.present):
         return None
@@ -509,7 +509,7 @@ def _why_unused(column: RawColumn, of: Distinct) -> str:
 
 
 def _are_dates(values: pa.Array) -> bool:
-    """Whether different values, none of them missing, are written as dates."""
+    """Returns whether different values, none of them missing, are written as dates."""
     if not _is_integer_or_text(values.type):
         return False
     # Long texts, such as descriptions, need not all be looked at.
@@ -548,7 +548,7 @@ def ids_as_texts(values: pa.Array) -> pa.StringArray:
 
 
 def is_present(values: pa.Array) -> np.ndarray:
-    """Which rows have a value."""
+    """Returns which rows of a column have a value."""
     found = distinct(values)
     return as_numpy(found.values.is_valid())[found.places]
 
@@ -603,7 +603,7 @@ class _Source:
         return _code_lists(_lists(self.found.values))
 
     def texts(self) -> pa.StringArray:
-        """The different texts. ValueError if there are other values."""
+        """Returns the different texts. ValueError if there are other values."""
         texts = self.found.present
         if not is_text(texts.type):
             raise ValueError(
@@ -707,7 +707,7 @@ def _are_whole(numbers: pa.Array) -> bool:
 
 
 def _lists(values: pa.Array) -> pa.Array:
-    """One list a row: the parts of a text between separators, and a single value as a list of one."""
+    """Returns a list for each row: the parts of a text between separators, or a single value as a list of one."""
     if is_text(values.type):
         split = pc.split_pattern(values, SEPARATOR)
         return lists_of(lengths(split), pc.utf8_trim_whitespace(split.flatten()), values.is_null())
@@ -715,7 +715,7 @@ def _lists(values: pa.Array) -> pa.Array:
 
 
 def _code_lists(lists: pa.Array) -> Codes:
-    """Missing elements are left out."""
+    """Returns lists of values as codes. Missing elements are left out."""
     found = distinct(lists.flatten())
     there = as_numpy(found.values.is_valid())[found.places]
     rows = np.repeat(np.arange(len(lists)), lengths(lists))[there]

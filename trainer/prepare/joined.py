@@ -35,9 +35,9 @@ def joins_of(said: FeaturesOptions | Iterable[Feature]) -> Joins:
 
 
 def join(raw: Raw, owner: Owner, joins: Joins) -> Raw:
-    """The rows with one column of lists of structs in place of the columns of each feature: `value`, the id's text, and
-    a number by the name of each further column. Rows whose lists differ in length, or with numbers that the kind does
-    not allow, are malformed. ValueError for a further column that is not there."""
+    """Returns the rows with one column of lists of structs in place of the columns of each joined feature. A struct has
+    `value`, the id's text, and a number by the name of each further column. Rows whose lists differ in length, or with
+    numbers that the kind does not allow, are malformed. ValueError for a further column that is not there."""
     for name, of in joins.items():
         own = next((each for each in raw.others if name in _names(each, owner)), None)
         if own is None:

@@ -38,7 +38,8 @@ class Lists:
         """Of the first rows: those of a user who has an earlier one, and those of them that begin as an earlier one."""
 
     def explode(self, raw: Raw) -> Raw:
-        """The rows with one item each. Those of which a parallel list has another length are malformed."""
+        """Returns the rows of a file with one item each. A row is malformed if a parallel list has another length than
+        its list of items."""
         user, item = raw.keys[:2]
         kinds = dict(zip(raw.columns, raw.types(*raw.columns), strict=True))
         texts = {name for name, of in kinds.items() if self.separator and of.id == "varchar" and name != user}
@@ -160,7 +161,7 @@ class Lists:
 
 
 def _is_parallel(duck: Duck, values: str, items: str) -> bool:
-    """Whether most lists have as many values as there are items; a single item has one of everything."""
+    """Returns whether most lists have as many values as there are items; a single item has one of everything."""
     same = f"count(*) filter (len({values}) = len({items})"
     counts = duck.row(
         f"""select count(*) filter (len({items}) > 1), {same} and len({items}) > 1),
@@ -172,8 +173,8 @@ def _is_parallel(duck: Duck, values: str, items: str) -> bool:
 
 
 def split(text: str, separator: str) -> str:
-    """The expression of the parts of a text without blanks and quotes around them, and without brackets around all;
-    null for an empty text. At " ", any white space is between parts."""
+    """Returns the expression of the parts of a text without blanks and quotes around them, and without brackets around
+    all; null for an empty text. At " ", any white space is between parts."""
     whole = f"trim(regexp_replace({text}, '(?s)^\\s*[\\[(](.*)[\\])]\\s*$', '\\1'), ' \t\n\r')"
     if not separator.strip():
         parts = f"string_split_regex(nullif({whole}, ''), '\\s+')"

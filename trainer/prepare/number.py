@@ -155,7 +155,7 @@ class Numbered:
 
     @property
     def kept(self) -> str:
-        """The query of the kept actions, of which KEPT_ORDER is the order in the dataset."""
+        """Returns the query of the kept actions, of which KEPT_ORDER is the order in the dataset."""
         keys = "".join(f", k.{table}" for table in self.columns.values())
         return f"""
             select u.index as user_index, i.index as item_index, k.time, k.fraction, k.file, k.line, k.place{keys}
@@ -179,7 +179,8 @@ def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Tab
             holding[condition] = of_time(condition, actions.time, actions.unit, names)
 
     def held(name: str, values: pa.Array, table: str) -> dict[str, pa.Array]:
-        """Whether the conditions on a column hold for its different values, as columns of their table."""
+        """Returns whether the conditions on a column hold for its different values, as columns of the table of these
+        values."""
         found = {}
         for place, condition in enumerate((*conditions, *shown)):
             if condition.column == name and condition not in holding:

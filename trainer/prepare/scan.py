@@ -60,12 +60,13 @@ class Raw:
         return {name: of for name, of in self.columns.items() if name not in self.keys}
 
     def types(self, *names: str) -> list[Any]:
-        """DuckDB's types of columns."""
+        """Returns DuckDB's types of columns."""
         expressions = ", ".join(self.columns[name] for name in names)
         return list(self.duck.db.sql(f"select {expressions} from {self.relation}").types) if names else []
 
     def stored(self, name: str) -> "Raw":
-        """The same rows in the table `name`, whose columns are c0, c1 and so on."""
+        """Stores the rows in the table `name`, whose columns are c0, c1 and so on, and returns them as rows of that
+        table."""
         made = "".join(f", {of} as c{place}" for place, of in enumerate(self.columns.values()))
         query = f"create or replace table {name} as select line, problem, written, {self.place} as place{made} from "
         if not self.runs(query):
@@ -74,7 +75,7 @@ class Raw:
         return replace(self, relation=name, columns=columns, place="place", lines=None, careful=None)
 
     def carefully(self) -> "Raw":
-        """The rows as they are found line by line."""
+        """Returns the rows as they are found line by line."""
         assert self.careful is not None
         return replace(self, relation=self.careful(), lines=None, careful=None)
 
@@ -105,12 +106,12 @@ def append(duck: Duck, name: str, rows: pa.Table) -> None:
 
 
 def literal(text: str) -> str:
-    """A text in SQL."""
+    """Returns a text as a literal in SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def place_of(path: Path) -> str:
-    """A path in SQL, in which nothing stands for other names."""
+    """Returns a path as a literal in SQL, in which nothing stands for other names."""
     return literal(re.sub(r"([*?[])", r"[\1]", str(path)))
 
 
@@ -181,8 +182,8 @@ def _is_list_of_structs(kind: Any) -> bool:
 
 
 def common(expression: str, kind: Any, raw: Raw) -> tuple[str, str]:
-    """A column of one of the types that features are made of: the expression and DuckDB's name of the type; "" for
-    values of other types, which are texts then."""
+    """Returns the expression of a column as one of the types that features are made of, and DuckDB's name of that type.
+    The name is "" for values of other types, which then are texts."""
     if kind.id in LARGE_INTEGERS:
         fits = f"select count({expression}) = count(try_cast({expression} as bigint)) from {raw.relation}"
         return expression, "bigint" if raw.duck.row(fits)[0] else "varchar"
@@ -207,8 +208,8 @@ _OF_LISTS = (*INTEGER_TYPES, "varchar", "boolean", "float", "double", "decimal",
 
 
 def bytes_as_text(expression: str, raw: Raw) -> tuple[str, bool]:
-    """Bytes as text, as programs without a type for text store it, and whether all of them are; UUIDs as they are
-    written, which are of 16 bytes that are not all UTF-8."""
+    """Returns the expression of bytes as text, as programs without a type for text store it, and whether all of them
+    are text. UUIDs, 16 bytes that are not all UTF-8, are text as they are written."""
     text, size = f"try(decode({expression}))", f"octet_length({expression})"
     are_texts, are_uuids = raw.duck.row(
         f"select count({text}) = count({expression}), min({size}) = 16 and max({size}) = 16 from {raw.relation}"

@@ -102,7 +102,7 @@ class Spark(Duck):
         return self.query(query).toArrow().combine_chunks()
 
     def new_path(self) -> Path:
-        """A path in the job's folder for the files of one more table."""
+        """Returns a path in the job's folder for the files of one more table."""
         return self.place / uuid4().hex
 
     def view(self, name: str, paths: Sequence[Path]) -> None:
@@ -110,7 +110,7 @@ class Spark(Duck):
         self.session.read.parquet(*(path.as_uri() for path in paths)).createOrReplaceTempView(name)
 
     def query(self, query: str) -> DataFrame:
-        """The rows of a query in DuckDB's SQL."""
+        """Returns the rows of a query in DuckDB's SQL."""
         # Spark's to_timestamp raises an error where DuckDB's try_strptime has null, which sqlglot does not know.
         [translated] = sqlglot.transpile(query.replace("try_strptime(", "strptime("), read="duckdb", write="spark")
         return self.session.sql(translated.replace("TO_TIMESTAMP(", "TRY_TO_TIMESTAMP("))

@@ -28,7 +28,7 @@ class PartWriter:
 
     @property
     def parts(self) -> int:
-        """How many files sequences/ has."""
+        """Returns how many files sequences/ has."""
         return -(-len(self.user_ids) // self.users_per_file)
 
     def __call__(self, part: int, rows: pa.Table) -> Counted:

@@ -109,7 +109,7 @@ class SavedModel:
         return found[0], found[1] if waiting else Named(none, none, none)
 
     def _whole(self, name: str, kind: Kind) -> np.ndarray:
-        """A tensor that only training needs, once it is checked."""
+        """Returns a tensor that only training needs, once it is checked."""
         whole = torch.empty(kind.shape, dtype=kind.dtype)
         self.tensors.check({name: kind}, beside=("",))
         self.tensors.read(name, (0,) * whole.ndim, whole)

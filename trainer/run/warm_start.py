@@ -297,20 +297,21 @@ class _Values:
 
     @staticmethod
     def of_run(run: Path, config: DataConfig, dataset: Dataset | None) -> "_Values":
-        """Those of another run, with its settings; `dataset`: its own, if it is loaded."""
+        """Returns the values of another run's tables, by that run's settings. `dataset` is that run's dataset if it is
+        loaded already."""
         path = path_of(config.path)
         kept = kept_items(config, dataset or load_dataset(path)) if config.items else None
         return _Values(path, read_schema(run), kept)
 
     def blocks(self, table: str) -> Iterator[tuple[int, pa.Array]]:
-        """The values of a table by row, and the row of the first of them."""
+        """Yields the values of a table by row, some at a time, and the row of the first of them."""
         first = 0
         for array in stored_values(self.path, self.schema, table, self.kept):
             yield first, array
             first += len(array)
 
     def of_rows(self, table: str, row_N: np.ndarray) -> pa.ChunkedArray:
-        """The values of some rows, in their order."""
+        """Returns the values of some rows, in their order."""
         order_N, found = np.argsort(row_N), []
         for first, array in self.blocks(table):
             within = slice(*np.searchsorted(row_N[order_N], [first, first + len(array)]))
@@ -318,7 +319,7 @@ class _Values:
         return pa.chunked_array(found).take(pa.array(np.argsort(order_N)))
 
     def rows(self, table: str, wanted: pa.ChunkedArray) -> np.ndarray:
-        """The row of each value, int64 [R]; -1 for one that is not there."""
+        """Returns the row of each value, int64 [R]; -1 for one that is not there."""
         row_R = np.full(len(wanted), -1)
         for first, array in self.blocks(table):
             at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
@@ -326,7 +327,7 @@ class _Values:
         return row_R
 
     def example(self, table: str, others: "_Values") -> str:
-        """The first value that is not "" and that the others lack, cut to 40 letters."""
+        """Returns the first value that is not "" and that the others lack, cut to 40 letters."""
         for _, array in self.blocks(table):
             named = array.filter(pc.not_equal(array, ""))
             new_N = np.flatnonzero(others.rows(table, pa.chunked_array([named])) < 0)
@@ -412,9 +413,9 @@ FEW = 0.5
 def _unlike(
     run: Path, saved: SavedModel, there: _Values, here: _Values, schema: Schema, matched: Mapping[str, int]
 ) -> list[str]:
-    """A line for each table that has few values in common with the other run's, which are spelled in another way
-    perhaps; ValueError if no item is in common. `matched`: of each table, the rows that the other run had. Tables whose
-    rows pass from value to value have those that there is room for."""
+    """Returns a line for each table that has few values in common with the other run's, which are spelled in another
+    way perhaps; ValueError if no item is in common. `matched`: of each table, the rows that the other run had. Tables
+    whose rows pass from value to value have those that there is room for."""
     lines = []
     rows_before = {table.name: table.rows for table in saved.tower.schema.tables if not table.values}
     for table in schema.tables:

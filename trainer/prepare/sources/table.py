@@ -123,7 +123,7 @@ def _layout(options: PrepareOptions) -> Layout:
 
 
 def _joins(options: PrepareOptions) -> tuple[Joins, int]:
-    """The columns that are read as one; and the time of the first row if rows have none."""
+    """Returns the columns that are read as one feature, and the time of the first row if rows have no times."""
     if not options.append:
         return joins_of(read_schema(options.schema)), 0
     # `prepare` has read it, and compared all files with their digests.
