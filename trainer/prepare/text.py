@@ -160,16 +160,17 @@ class _Dialect:
             text = text.replace(self.delimiter, separator)
         data = text.encode()
         try:
-            return pyarrow.csv.read_csv(
+            table = pyarrow.csv.read_csv(
                 pa.BufferReader(data),
                 pyarrow.csv.ReadOptions(
                     use_threads=False, block_size=len(data) + 1, skip_rows=skipped, column_names=names
                 ),
-                pyarrow.csv.ParseOptions(delimiter=separator, quote_char=False, ignore_empty_lines=False),
+                pyarrow.csv.ParseOptions(delimiter=separator, quote_char=False),
                 pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
             )
         except pa.ArrowInvalid:
             return None
+        return table if len(table) == text.count("\n") - skipped else None  # blank lines are left out
 
     def rows(
         self, lines: Iterable[str], width: int = 0, number: int = 1
