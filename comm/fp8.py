@@ -42,18 +42,15 @@ def quantize_rowwise(
     E5M2, plus FP32 rounding; beyond the largest BF16, plus 2^-8 |x|. With a seed the bounds are twice as wide. NaN and
     infinity arrive as NaN in their own place and touch nothing else.
 
-    Raises ValueError for widths that do not add up to W, for other dtypes, and for an `out` that does not fit.
+    `widths` add up to W, and `out` fits.
     """
-    _check_format(dtype)
-    if values_RW.ndim != 2 or values_RW.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"rows to quantize are FP32, BF16 or FP16 [R, W], not {_described(values_RW)}")
     R, W = values_RW.shape
-    widths = _checked(widths, W)
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed ({seed}) must lie in [0, 2^63)")
-    wire = _output(out, (R, W + SCALE_BYTES * len(widths)), torch.uint8, values_RW.device)
-    if not wire.is_contiguous():
-        raise ValueError("out must be contiguous")
+    widths = (W,) if widths is None else tuple(widths)
+    assert dtype in MANTISSA_BITS and sum(widths) == W and min(widths, default=0) >= 0
+    assert seed is None or 0 <= seed < 2**63
+    shape = R, W + SCALE_BYTES * len(widths)
+    wire = torch.empty(shape, dtype=torch.uint8, device=values_RW.device) if out is None else out
+    assert wire.shape == shape and wire.dtype == torch.uint8 and wire.is_contiguous()
     backend(wire.device.type).quantize(_rows_apart(values_RW), dtype, widths, seed, wire)
     return wire
 
@@ -64,20 +61,12 @@ def dequantize_rowwise(
     """Returns the output of `quantize_rowwise`, uint8 [R, W + 2 len(widths)], as FP32 [R, W].
 
     `out` may be columns of a wider matrix. Bytes beyond the format's largest number arrive as NaN.
-
-    Raises ValueError for a wire or an `out` that does not fit the widths.
     """
-    _check_format(dtype)
-    W = sum(widths)
-    widths = _checked(widths, W)
-    if wire.ndim != 2 or wire.dtype != torch.uint8 or wire.shape[1] != W + SCALE_BYTES * len(widths):
-        raise ValueError(
-            f"widths {widths} need a wire of uint8 [R, {W + SCALE_BYTES * len(widths)}], not {_described(wire)}"
-        )
-    values_RW = _output(out, (len(wire), W), torch.float32, wire.device)
-    if W > 1 and values_RW.stride(1) != 1:
-        raise ValueError("the columns of out must lie side by side")
-    backend(wire.device.type).dequantize(_rows_apart(wire), dtype, widths, values_RW)
+    R, W = len(wire), sum(widths)
+    assert dtype in MANTISSA_BITS and wire.dtype == torch.uint8 and wire.shape == (R, W + SCALE_BYTES * len(widths))
+    values_RW = torch.empty(R, W, device=wire.device) if out is None else out
+    assert values_RW.shape == (R, W) and values_RW.dtype == torch.float32 and (W <= 1 or values_RW.stride(1) == 1)
+    backend(wire.device.type).dequantize(_rows_apart(wire), dtype, tuple(widths), values_RW)
     return values_RW
 
 
@@ -97,27 +86,3 @@ def _rows_apart(matrix: torch.Tensor) -> torch.Tensor:
     """Returns a matrix of the same numbers whose rows are each contiguous in memory: a copy unless they are already.
     Gaps between rows may stay."""
     return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def _check_format(dtype: torch.dtype) -> None:
-    if dtype not in MANTISSA_BITS:
-        raise ValueError(f"dtype ({dtype}) must be {' or '.join(map(str, MANTISSA_BITS))}")
-
-
-def _checked(widths: Sequence[int] | None, W: int) -> tuple[int, ...]:
-    widths = (W,) if widths is None else tuple(widths)
-    if sum(widths) != W or any(D < 0 for D in widths):
-        raise ValueError(f"widths {widths} must be the widths of all groups and add up to {W}")
-    return widths
-
-
-def _output(out: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
-        raise ValueError(f"out must be {dtype} {list(shape)} on {device}, not {_described(out)}")
-    return out
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

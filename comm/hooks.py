@@ -73,7 +73,8 @@ def attach(model: nn.Module, config: WireConfig, seed: int = 0) -> Wire:
 
 
 def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
-    """Replaces the modules that do the sending, whether they are already built or not."""
+    """Replaces the modules that do the sending, whether they are already built or not. TorchRec refuses batches with
+    other numbers of bags for each feature where it has no `_variable_dist`."""
     if isinstance(output, DpPooledEmbeddingDist | DpSequenceEmbeddingDist):
         return
     layouts = _layouts(sharding._grouped_embedding_configs_per_rank)
@@ -82,17 +83,17 @@ def _replace(output: nn.Module, sharding: Any, wire: Wire) -> None:
             output._dist = SequenceAllToAll(sharding._pg, layouts, wire)
         case TwPooledEmbeddingDist():
             output._dist = PooledAllToAll(sharding._pg, layouts, wire, output._callbacks)
-            output._variable_dist = VariablePooledAllToAll(sharding._pg, layouts, wire)
+            output._variable_dist = None
         case RwPooledEmbeddingDist():
             output._dist = ReduceScatter(sharding._pg, layouts, wire)
         case TwRwPooledEmbeddingDist() | GridPooledEmbeddingDist():
             per_node = _layouts(sharding._grouped_embedding_configs_per_node)
             ranks = sharding._intra_pg.size()
             local = [per_node[sharding._rank // ranks]] * ranks
-            output._intra_dist = output._variable_intra_dist = ReduceScatter(sharding._intra_pg, local, wire)
+            output._intra_dist = ReduceScatter(sharding._intra_pg, local, wire)
             callbacks = getattr(output, "_callbacks", ())
             output._cross_dist = PooledAllToAll(sharding._cross_pg, per_node, wire, callbacks)
-            output._variable_cross_dist = VariablePooledAllToAll(sharding._cross_pg, per_node, wire)
+            output._variable_intra_dist = output._variable_cross_dist = None
         case _:
             raise ValueError(f"the exchange {type(output).__name__} is not known here and cannot be encoded")
     for layout in layouts:
@@ -127,10 +128,6 @@ class _Sender(nn.Module):
         """Returns the number of users of each rank, which are equal unless they are given."""
         W = self.group.size()
         return list(users) if users else [len(local_embs) // W] * W
-
-    def _by_feature(self, bags_WF: Sequence[Sequence[int]]) -> list[list[RowSpan]]:
-        """Returns the spans of this rank's features for each rank: where it has none, TorchRec gives no lists."""
-        return [_spans_by_segment(bags, self.layout) for bags in bags_WF] if self.layout else [[]] * self.group.size()
 
     def _pooled(
         self,
@@ -256,45 +253,12 @@ class PooledAllToAll(_Sender):
         return self._pooled(local_embs, sent, side_by_side(own, self.layout_by_rank), shape)
 
 
-class VariablePooledAllToAll(_Sender):
-    """Replaces VariableBatchPooledEmbeddingsAllToAll: the number of bags differs by feature."""
-
-    @eager
-    def forward(
-        self,
-        local_embs: Tensor,
-        batch_size_per_rank_per_feature: Sequence[Sequence[int]],
-        batch_size_per_feature_pre_a2a: Sequence[int],
-    ) -> PooledEmbeddingsAwaitable:
-        """Turns flat `local_embs`, by rank and own feature, into a flat tensor, by rank and that rank's feature."""
-        bags = iter(batch_size_per_feature_pre_a2a)
-        received = [[RowSpan(next(bags), (segment,)) for segment in layout] for layout in self.layout_by_rank]
-        sent = self._by_feature(batch_size_per_rank_per_feature)
-        return self._pooled(local_embs, sent, stacked(received), (_elements(received),))
-
-
 class ReduceScatter(_Sender):
-    """Replaces TorchRec's reduce-scatter of pooled embeddings, with one batch size or one for each feature. All ranks
-    have the same features."""
+    """Replaces TorchRec's reduce-scatter of pooled embeddings. All ranks have the same features."""
 
     @eager
-    def forward(
-        self,
-        local_embs: Tensor,
-        input_splits: Sequence[int] | None = None,
-        batch_size_per_rank_per_feature: Sequence[Sequence[int]] | None = None,
-        embedding_dims: Sequence[int] | None = None,
-    ) -> PooledEmbeddingsAwaitable:
-        """Turns partial sums of all ranks' users, [users of all ranks, columns] or flat, into sums of this rank's
-        users."""
-        if batch_size_per_rank_per_feature is not None:
-            sent = self._by_feature(batch_size_per_rank_per_feature)
-            shape: tuple[int, ...] = (_elements([sent[self.mine]]),)
-        else:
-            users = self._users(local_embs, input_splits)
-            sent, shape = [[RowSpan(count, self.layout)] for count in users], (users[self.mine], local_embs.shape[1])
+    def forward(self, local_embs: Tensor, input_splits: Sequence[int] | None = None) -> PooledEmbeddingsAwaitable:
+        """Turns `local_embs` [users of all ranks, columns], a part of each sum, into the sums of this rank's users."""
+        users = self._users(local_embs, input_splits)
+        sent, shape = [[RowSpan(count, self.layout)] for count in users], (users[self.mine], local_embs.shape[1])
         return self._pooled(local_embs, sent, stacked([sent[self.mine]] * self.group.size()), shape, summed=True)
-
-
-def _elements(spans_by_rank: Sequence[Sequence[RowSpan]]) -> int:
-    return sum(span.rows * width_of(span.layout) for spans in spans_by_rank for span in spans)

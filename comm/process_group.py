@@ -10,7 +10,6 @@ import gc
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -94,7 +93,7 @@ def process_group(
             _environment("GLOO_SOCKET_IFNAME", loopback if place.one_host else ""),
             _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient if chosen.type == "cuda" else ""),
         ):
-            since, hook = time.monotonic(), sys.excepthook
+            since = time.monotonic()
             try:
                 dist.init_process_group(
                     "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -109,9 +108,6 @@ def process_group(
                 raise LostRank(
                     f"rank {place.rank} tried for {waited:.1f} s to connect to the others: {why} ({first_line(error)})"
                 ) from None
-            if len(_MET) > 1 or not place.launched:
-                # torch puts the rank before each line of a traceback: once for each group that a process has had.
-                sys.excepthook = hook
             group = dist.group.WORLD
             assert group is not None
             if chosen.type == "cuda":
@@ -200,22 +196,15 @@ def _place_from(environment: Mapping[str, str]) -> _Place:
     # MASTER_ADDR and MASTER_PORT alone are often left over in a shell and do not mean a launcher.
     if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _Place()
-    missing = [name for name in LAUNCHER_VARIABLES if not environment.get(name)]
-    if missing:
-        raise ValueError(
-            f"a launcher's variables are set, but not {', '.join(missing)}; start with torchrun, or unset them"
-        )
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    if wrong := next((name for name in names if not re.fullmatch("[0-9]+", environment[name])), ""):
-        raise ValueError(f"{wrong} is {environment[wrong]!r}; it must be a whole number, as torchrun sets it")
-    rank, world_size, local_rank, port = (int(environment[name]) for name in names)
-    if world_size < 1 or rank >= world_size:
-        raise ValueError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0 to WORLD_SIZE - 1")
-    if not 0 < port < 2**16:
-        raise ValueError(f"MASTER_PORT is {port}; it must be a port from 1 to 65535")
+    texts = [environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
+    rank, world_size, local_rank, port = (int(text) if re.fullmatch("[0-9]+", text) else -1 for text in texts)
+    address = environment.get("MASTER_ADDR", "")
+    if not (0 <= rank < world_size and local_rank >= 0 and address and 0 < port < 2**16):
+        said = ", ".join(f"{name}={environment.get(name, '')}" for name in LAUNCHER_VARIABLES)
+        raise ValueError(f"a launcher's variables are set, but not as torchrun sets them: {said}; unset them")
     local_size = environment.get("LOCAL_WORLD_SIZE", "")
     one_host = local_size == str(world_size)
-    return _Place(rank, world_size, local_rank, environment["MASTER_ADDR"], port, True, local_size, one_host)
+    return _Place(rank, world_size, local_rank, address, port, True, local_size, one_host)
 
 
 def _require_interface(names: str) -> None:
@@ -235,10 +224,9 @@ def _choose_device(device: str, place: _Place) -> torch.device:
     # By the number of processes, where the launcher says it, so that none of them waits for the others.
     here = max(place.local_rank + 1, int(place.local_size) if place.local_size.isdecimal() else 1)
     if here > there:
-        gpus = "1 GPU" if there == 1 else f"{there} GPUs"
         raise ValueError(
-            f"{here} processes on this host have {gpus} and need one each; start {there} (--processes {there}), or set "
-            "train.device to cpu"
+            f"{here} processes on this host need a GPU each and it has {there}; start {there} "
+            f"(--processes {there}), or set train.device to cpu"
         )
     return torch.device("cuda", place.local_rank)
 

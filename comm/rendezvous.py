@@ -185,14 +185,13 @@ class _Lead:
 def differing(first: Mapping[str, str], other: Mapping[str, str], *where: str) -> str:
     """Returns one line that names what differs, with both values of the first few."""
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    values = ([cut(of.get(name, "absent"), 80) for of in (first, other)] for name in names[:NAMED])
-    said = "; ".join(
-        f"{name} is {one} on {where[0]} and {two} on {where[1]}"
-        for name, (one, two) in zip(names, values, strict=False)
-    )
-    more = f"; and {len(names) - NAMED} more: {', '.join(names[NAMED:][:NAMED])}" if len(names) > NAMED else ""
-    more += ", …" if len(names) > 2 * NAMED else ""
-    return f"the ranks differ: {said}{more}; start all of them with the same settings, dataset and code"
+    values = ([cut(of.get(name, "absent"), 80) for of in (first, other)] for name in names)
+    said = [
+        f"{name} is {one} on {where[0]} and {two} on {where[1]}" for name, (one, two) in zip(names, values, strict=True)
+    ]
+    if len(said) > NAMED:
+        said[NAMED:] = [f"and {len(said) - NAMED} more"]
+    return f"the ranks differ: {'; '.join(said)}; start all of them with the same settings, dataset and code"
 
 
 def unreachable(members: Mapping[int, Member]) -> str:

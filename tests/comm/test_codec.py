@@ -37,34 +37,24 @@ def test_rows_arrive_within_the_bound(direction: Direction, name: str, layout: t
     wide = torch.full((len(values), width_of(layout) + 5), torch.nan)
     arrived = wide[:, 2:-3]
     codec.decode(sent(codec, values, layout), layout, arrived)
-    largest = torch.cat(
-        [part.abs().amax(1, keepdim=True).expand_as(part) for part in values.split([s.width for s in layout], dim=1)],
-        dim=1,
-    )
+    parts = values.split([segment.width for segment in layout], dim=1)
+    largest = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in parts], dim=1)
     error = (arrived - values).abs()
     assert (error <= BOUND[direction, name] * largest).all()
     assert (error > 0).any() == (name != "fp32")
     assert wide[:, :2].isnan().all() and wide[:, -3:].isnan().all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("direction", "name"), REGISTERED)
-def test_a_row_is_encoded_by_itself(direction: Direction, name: str, layout: tuple[Segment, ...]) -> None:
+@pytest.mark.parametrize(("direction", "name"), [of for of in REGISTERED if of[1] != "fp8_stochastic"])
+def test_a_row_is_encoded_by_itself(direction: Direction, name: str) -> None:
     """Its bytes are those of its segments one after the other, and do not depend on other rows."""
-    codec, values = CODECS[direction].find(name), rows_of(layout)
+    codec, layout = CODECS[direction].find(name), LAYOUTS[1]
+    values, sizes = rows_of(layout), [codec.row_bytes((segment,)) for segment in layout]
     whole = sent(codec, values, layout)
-    assert codec.row_bytes(layout) == sum(codec.row_bytes((segment,)) for segment in layout)
-    if not codec.stochastic:
-        assert torch.equal(sent(codec, values[7:9], layout), whole[7:9])
-    parts = zip(
-        whole.split([codec.row_bytes((segment,)) for segment in layout], dim=1),
-        values.split([segment.width for segment in layout], dim=1),
-        layout,
-        strict=True,
-    )
-    for encoded, part, segment in parts:
-        if not codec.stochastic:
-            assert torch.equal(encoded, sent(codec, part.contiguous(), (segment,)))
+    assert codec.row_bytes(layout) == sum(sizes) and torch.equal(sent(codec, values[7:9], layout), whole[7:9])
+    parts = values.split([segment.width for segment in layout], dim=1)
+    for encoded, part, segment in zip(whole.split(sizes, dim=1), parts, layout, strict=True):
+        assert torch.equal(encoded, sent(codec, part.contiguous(), (segment,)))
 
 
 @pytest.mark.parametrize(("direction", "name"), REGISTERED)

@@ -18,21 +18,13 @@ def test_triton_serves_cuda_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-def test_the_codec_on_the_device() -> None:
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_device_gives_the_same_bytes(seed: int | None) -> None:
     rows = torch.randn(1000, 192, generator=torch.Generator().manual_seed(0))
     for dtype in (fp8.FORWARD_FP8, fp8.BACKWARD_FP8):
-        for seed in (None, 3):
-            wire = fp8.quantize_rowwise(rows, dtype, [64, 128], seed)
-            on_device = fp8.quantize_rowwise(rows.cuda(), dtype, [64, 128], seed)
-            assert torch.equal(on_device.cpu(), wire)
-            received = fp8.dequantize_rowwise(on_device, dtype, [64, 128])
-            assert torch.equal(received.cpu(), fp8.dequantize_rowwise(wire, dtype, [64, 128]))
-
-
-@pytest.mark.gpu
-def test_plain_torch_on_the_device_gives_the_same_bytes() -> None:
-    rows = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
-    for seed in (None, 3):
-        wire = torch.empty(1000, 66, dtype=torch.uint8, device="cuda")
-        fp8_plain.quantize(rows.cuda(), fp8.FORWARD_FP8, [64], seed, wire)
-        assert torch.equal(wire.cpu(), fp8.quantize_rowwise(rows, fp8.FORWARD_FP8, seed=seed))
+        wire = fp8.quantize_rowwise(rows, dtype, [64, 128], seed)
+        on_device, plain = fp8.quantize_rowwise(rows.cuda(), dtype, [64, 128], seed), torch.empty_like(wire).cuda()
+        fp8_plain.quantize(rows.cuda(), dtype, [64, 128], seed, plain)
+        assert torch.equal(on_device.cpu(), wire) and torch.equal(plain.cpu(), wire)
+        received = fp8.dequantize_rowwise(on_device, dtype, [64, 128])
+        assert torch.equal(received.cpu(), fp8.dequantize_rowwise(wire, dtype, [64, 128]))

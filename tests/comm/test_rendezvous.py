@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -61,7 +61,8 @@ def refused(outcomes: list[Outcome], kind: type[Exception] = ValueError) -> str:
 
 
 def test_ranks_that_agree_are_a_group(store: dist.Store) -> None:
-    first = met(store, {rank: (member(), FACTS) for rank in range(3)}, 3)
+    # Of one host, so its loopback will do.
+    first = met(store, {rank: (member(address="127.0.1.1"), FACTS) for rank in range(3)}, 3)
     again = met(store, {rank: (member(), FACTS) for rank in range(3)}, 3)
     names = [{outcome[0] for outcome in outcomes} for outcomes in (first, again)]  # type: ignore[index]
     assert [len(each) for each in names] == [1, 1] and names[0] != names[1]
@@ -87,7 +88,7 @@ def test_many_differences_are_counted_and_the_first_shown(store: dist.Store) -> 
     other = {f"setting{number}": "y" for number in range(1, 9)}
     said = refused(met(store, {0: (member(one), one), 1: (member(other), other)}, 2))
     assert said.count(" is ") == 3 and "absent on rank 1" in said and "x" * 81 not in said
-    assert "; and 6 more: setting3, setting4, setting5, …; start" in said
+    assert "; and 6 more; start" in said
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -151,10 +152,6 @@ def test_the_process_that_came_last_as_a_rank_counts(store: dist.Store, monkeypa
     assert members[1] == late
 
 
-def test_another_version_may_say_more_or_less() -> None:
-    assert Member.of({"id": "7", "host": "b", "mood": "good"}) == Member(id="7", host="b")
-
-
 LOOPBACK = (
     "rank 1 (on b) would be reached at {}, the loopback of its host, and rank 0 (on a) at 10.0.0.1; on each host set "
     "GLOO_SOCKET_IFNAME to the network interface at which the other hosts reach it, such as eth0 (`ip address` lists "
@@ -171,11 +168,6 @@ def test_a_host_that_would_announce_its_loopback_is_named(address: str, store: d
     assert refused(met(store, ranks, 2)) == LOOPBACK.format(address)
 
 
-def test_ranks_of_one_host_may_meet_on_its_loopback(store: dist.Store) -> None:
-    outcomes = met(store, {rank: (member(address="127.0.1.1"), FACTS) for rank in range(2)}, 2)
-    assert not any(isinstance(outcome, Exception) for outcome in outcomes)
-
-
 def test_ranks_that_cannot_connect_say_where_they_listen() -> None:
     members = {
         rank: member(host=host, network=host, address=address)
@@ -186,15 +178,9 @@ def test_ranks_that_cannot_connect_say_where_they_listen() -> None:
     )
 
 
-def test_the_address_is_what_gloo_would_announce(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("resolved", "address"), [("127.0.1.1", "127.0.1.1"), ("192.0.2.1", "127.0.0.1")])
+def test_the_address_is_what_gloo_would_announce(resolved: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is no address of this host."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    addresses: dict[str, Callable[[], list[Any]]] = {
-        "127.0.1.1": lambda: [(2, 1, 6, "", ("127.0.1.1", 0))],
-        # No address of this host.
-        "127.0.0.1": lambda: [(2, 1, 6, "", ("192.0.2.1", 0))],
-    }
-    for address, found in addresses.items():
-        monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, found=found, **__: found())
-        assert rendezvous.gloo_address() == address
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert rendezvous.gloo_address() == "eth7"
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (resolved, 0))])
+    assert rendezvous.gloo_address() == address

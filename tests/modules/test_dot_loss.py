@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import accumulate
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,19 +62,6 @@ def test_equals_the_block_form(case: str, limit: int, log_q: bool, monkeypatch: 
     actual, expected = (torch.autograd.grad(2 * of, [query, item]) for of in (loss, plain))
     for got, should in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, should, rtol=0, atol=2e-6 * float(should.abs().max()))
-
-
-def test_all_items_are_scored_for_few_positions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the memory is bounded."""
-    examples = Examples(torch.arange(20), torch.arange(20) % 9, [0, 20], torch.arange(9)[None])
-    query, item = sides(20, 9)
-    for pairs, least, most, expected in ((45, 1, 9, 5), (1, 4, 90, 4), (1, 4, 18, 2), (1, 4, 1, 1)):
-        monkeypatch.setattr(dot_loss, "_ALL_PAIRS", {"cpu": pairs})
-        monkeypatch.setattr(dot_loss, "_LEAST", least)
-        monkeypatch.setattr(dot_loss, "_MOST", most)
-        with patch.object(dot_loss, "_rows", wraps=dot_loss._rows) as called:
-            dot_loss.dot_sampled_softmax(query, item, examples)
-        assert [len(call.args[1]) for call in called.call_args_list] == [expected] * (20 // expected)
 
 
 @pytest.mark.parametrize("case", CASES)

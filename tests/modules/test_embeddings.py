@@ -14,23 +14,15 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {own_name(name.split(".")[-2]): w for name, w in module.named_parameters()}
 
 
-def test_tables_have_no_rows_before_they_are_sharded() -> None:
+def test_tables_of_one_width_are_one_collection_without_rows() -> None:
+    """Which they have once they are sharded."""
     model = RetrievalModel(TABLES, Schema.of_ids(1), ModelConfig())
-    assert {name: tuple(weight.shape) for name, weight in weights(model.tables).items()} == {
-        "item": (10**12, 64),
-        "zip": (5, 16),
-        "brand": (7, 64),
-    }
-    assert all(weight.device.type == "meta" for weight in model.tables.parameters())
-    assert [name for name, weight in weights(model.tables).items() if weight.dtype == torch.float16] == ["brand"]
-
-
-def test_tables_of_one_width_are_one_collection() -> None:
-    collections = embedding_collections(TABLES)
-    assert {name: list(weights(each)) for name, each in collections.items()} == {
+    assert {name: list(weights(each)) for name, each in model.tables.items()} == {
         "dim_64": ["item", "brand"],
         "dim_16": ["zip"],
     }
+    found = {name: (tuple(of.shape), of.dtype, of.device.type) for name, of in weights(model.tables).items()}
+    assert found["item"] == ((10**12, 64), torch.float32, "meta") and found["brand"][1] == torch.float16
 
 
 def test_a_pooled_table_is_a_collection_by_itself_that_sums_bags() -> None:

@@ -69,17 +69,12 @@ def test_embeddings_and_gradients_are_those_of_one_row_after_the_other() -> None
 
 
 def test_no_rows_at_all_are_embedded() -> None:
-    embeddings = FeatureEmbeddings(FEATURES, DIMS, D).double()
     none = torch.empty(0, dtype=torch.int64)
-    empty = {
-        "brand": Values(none),
-        "genres": Values(none, torch.zeros(1, dtype=torch.int64)),
-        "keys": Values(none, torch.zeros(1, dtype=torch.int64)),
-        "price": Values(torch.empty(0, dtype=torch.float64)),
-        "image": Values(torch.empty(0, 3, dtype=torch.float64)),
-    }
-    of = {"brand": torch.empty(0, D, dtype=torch.float64), "genre": torch.empty(0, 4, dtype=torch.float64)}
-    assert [tuple(part.shape) for part in embeddings(of, empty)] == [(0, D)] * 5
+    of = {name: table[:0] for name, table in rows().items()}
+    found = FeatureEmbeddings(FEATURES, DIMS, D).double()(
+        of, {name: values.take(none) for name, values in VALUES.items()}
+    )
+    assert [tuple(part.shape) for part in found] == [(0, D)] * 5
 
 
 @pytest.mark.parametrize(("count", "kept"), [(7, 3), (4, 4), (2, 5)])

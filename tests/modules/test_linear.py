@@ -25,13 +25,6 @@ def test_padding_changes_nothing(rows: int) -> None:
         torch.testing.assert_close(padded, plain, rtol=2**-7, atol=2**-7 * float(plain.abs().max()) if rows else 0)
 
 
-def test_without_autocast_or_with_more_axes_it_is_nn_linear() -> None:
-    layer, x = Linear(8, 5), torch.randn(7, 8)
-    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(torch.randn(2, 3, 8)).shape == (2, 3, 5)
-
-
 def test_products_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most nine from a power of two to the next, an eighth larger than the rows at most."""
     sizes = []

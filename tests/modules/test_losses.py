@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.compiled import plain_torch
 from logitmix.modules.config import DeepFMConfig, DotConfig, HIndexerConfig, MLPConfig, MoLConfig, NeuMFConfig
 from logitmix.modules.hindexer import HIndexer
 from logitmix.modules.losses import blockwise, dot_loss
@@ -166,6 +165,9 @@ def check_against_plain(
     noise = NOISE if gate_dropout else None
     loss = sampled_loss(kind, similarity, tuple(query), tuple(item), examples, noise, gate_dropout)
     assert loss.dtype == torch.float32 and loss.shape == ()
+    with torch.no_grad():
+        value = sampled_loss(kind, similarity, tuple(query), tuple(item), examples, noise, gate_dropout)
+    assert not value.requires_grad and torch.equal(value, loss.detach())
     # The FP32 sides are the input; beyond them the reference is FP64.
     twin = deepcopy(similarity).double()
     twin_query, twin_item = ([side.detach().double().requires_grad_() for side in both] for both in (query, item))
@@ -219,14 +221,6 @@ def test_equals_the_sum_without_blocks(
     )
 
 
-def test_mol_in_plain_torch_gives_what_the_fused_form_gives() -> None:
-    generator = torch.Generator().manual_seed(1)
-    negatives = torch.randint(0, 40, (4, 20), generator=generator).tolist()
-    examples = examples_of([7, 0, 30, 12], negatives, torch.randint(0, 40, (49,), generator=generator).tolist())
-    with plain_torch():
-        check_against_plain("softmax", SIMILARITIES["mol"], 40, examples, 0.3)
-
-
 @pytest.mark.parametrize("kind", ["softmax", "bce"])
 @pytest.mark.parametrize(
     ("similarity", "gate_dropout"),
@@ -245,70 +239,6 @@ def test_positions_with_negatives_of_their_own(
     targets = torch.randint(0, 12, (10,), generator=generator).tolist()
     examples = examples_of([1] * 10, negatives, targets, first_row=7)
     check_against_plain(kind, SIMILARITIES[similarity], 12, examples, gate_dropout)
-
-
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_single_positions_are_scored_many_at_once(similarity: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, calls = copy(SIMILARITIES[similarity]), []
-    pairs = chosen.pairs
-    monkeypatch.setattr(chosen, "pairs", lambda *sides: calls.append(1) or pairs(*sides))
-    examples = examples_of([1] * 100, [[1, 2]] * 100, [0] * 100)
-    query, item = sides(chosen, 100, 3)
-    sampled_loss("bce", chosen, tuple(query), tuple(item), examples, None)
-    # Of 64 positions and of the rest: targets, then negatives.
-    assert len(calls) == 4
-
-
-def recovered(popularity_V: Tensor, q_V: Tensor, log_q_V: Tensor | None) -> Tensor:
-    """The scores of items that sampled softmax learns, where targets are drawn by popularity, negatives by q, and
-    nothing tells queries apart."""
-    generator, items = torch.Generator().manual_seed(1), len(popularity_V)
-    T, G, N = 16_000, 1000, 8
-    target_T = popularity_V.multinomial(T, replacement=True, generator=generator)
-    negatives_GN = q_V.multinomial(G * N, replacement=True, generator=generator).view(G, N)
-    examples = Examples(torch.arange(T), target_T, range(0, T + 1, T // G), negatives_GN, log_q_V)
-    score_V1 = torch.zeros(items, 1, requires_grad=True)
-    optimizer = torch.optim.LBFGS([score_V1], max_iter=40, line_search_fn="strong_wolfe")
-    dot = make("dot", normalize=False)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = dot.sampled_softmax((torch.ones(T, 1),), (score_V1,), examples) / T
-        loss.backward()
-        return loss
-
-    optimizer.step(step)
-    return score_V1.detach()[:, 0]
-
-
-@pytest.mark.long
-def test_log_q_gives_every_way_of_drawing_negatives_the_optimum_of_uniform_ones() -> None:
-    """Which is log P(item). Without it, popularity is learned only as far as negatives do not have it."""
-    popularity_V = F.normalize(1 / torch.arange(1.0, 101), p=1, dim=0)
-    uniform_V = torch.full((100,), 0.01)
-    mixed_V = 0.25 * uniform_V + 0.75 * popularity_V
-
-    def off(score_V: Tensor) -> float:
-        """Root mean square of the difference to log P, up to a constant, weighted by how often an item is a target."""
-        difference_V = score_V - popularity_V.log()
-        mean = (popularity_V * difference_V).sum()
-        return float((popularity_V * (difference_V - mean).square()).sum().sqrt())
-
-    # 16,000 targets: some 0.15 of it is chance. log P itself deviates by 1.5.
-    assert off(recovered(popularity_V, uniform_V, None)) < 0.2
-    assert off(recovered(popularity_V, mixed_V, mixed_V.log())) < 0.2
-    assert off(recovered(popularity_V, mixed_V, None)) > 1
-    assert off(recovered(popularity_V, mixed_V, -mixed_V.log())) > 2
-
-
-def test_without_gradients_the_value_is_the_same() -> None:
-    similarity = SIMILARITIES["mol"]
-    query, item = sides(similarity, 3, 5)
-    examples = examples_of([1, 2], [[1, 2], [3, 4]], [0, 3, 4])
-    loss = sampled_loss("softmax", similarity, tuple(query), tuple(item), examples, NOISE, 0.2)
-    with torch.no_grad():
-        value = sampled_loss("softmax", similarity, tuple(query), tuple(item), examples, NOISE, 0.2)
-    assert not value.requires_grad and torch.equal(value, loss.detach())
 
 
 def test_large_scores_overflow_nothing() -> None:

@@ -3,10 +3,8 @@
 Axes as in mol_loss.py.
 """
 
-import inspect
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses import mol_loss
 from logitmix.modules.losses.blockwise import GateDropout
 from logitmix.modules.losses.mol_loss import mol_sampled_softmax
 from logitmix.modules.noise import Noise
-from logitmix.modules.similarity.mol import MoL
 
 EPS = 2**-24
 """Largest relative error of rounding to FP32."""
@@ -282,28 +278,6 @@ def test_what_is_not_finite_is_not_hidden(level: int, at: int) -> None:
 def test_indices_and_bounds_are_checked(change: dict, words: str) -> None:
     with pytest.raises((IndexError, ValueError), match=words):
         fused(replace(make([3], 2, V=5), **change))
-
-
-def test_the_example_of_the_docstring_runs() -> None:
-    text = inspect.getdoc(mol_sampled_softmax)
-    assert text is not None
-    lines = textwrap.dedent(text[text.index("    query, item = ") :])
-    assert len(lines.splitlines()) == 3
-    model = MoL(8, MoLConfig(query_components=2, item_components=2, component_dim=4))
-    query_TD, item_VD = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
-    names = {
-        "mol": model,
-        "mol_sampled_softmax": mol_sampled_softmax,
-        "query_TD": query_TD,
-        "item_VD": item_VD,
-        "row_T": torch.arange(5),
-        "id_V": torch.arange(9),
-        "target_T": torch.arange(5),
-        "negatives_N": torch.arange(4, 8),
-    }
-    exec(lines, names)
-    learned = [query_TD, item_VD, *model.parameters()]
-    assert all(tensor.grad is not None and bool(tensor.grad.any()) for tensor in learned)
 
 
 def test_memory_does_not_grow_with_pairs() -> None:

@@ -4,7 +4,6 @@ The keys are fixed, so no test is flaky; the bounds are those that right noise p
 million or less.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -35,23 +34,6 @@ def plain_bits(key: int, row: int, column: int) -> int:
     return word - 2**32 if word >> 31 else word
 
 
-def bits(key: int, rows: int, columns: int, first: int = 0, step: int = 1) -> Tensor:
-    return random_bits(key, first + step * torch.arange(rows), torch.arange(columns))
-
-
-def mask(
-    site: str = "here", key: int = KEY, rows: int = 256, width: int = 256, first: int = 0, step: int = 1
-) -> Tensor:
-    """Half of it dropped: +1 and -1, as float64."""
-    dropped = Noise(key).dropout(torch.ones(rows, width), 0.5, site, first + step * torch.arange(rows))
-    return dropped.double() - 1
-
-
-def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations of independent noise."""
-    return float((a * b).mean() * math.sqrt(a.numel()))
-
-
 def test_random_bits_are_the_hash_written_out_with_whole_numbers() -> None:
     rows = [0, 1, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 3, 2**62 + 5]
     columns = [0, 1, 2, 1000, 2**31 - 1]
@@ -70,25 +52,6 @@ def test_keys_are_63_bits_that_follow_from_the_parts() -> None:
     assert max(derive_key(i) for i in range(100)) > 2**62
 
 
-def test_masks_of_other_keys_sites_and_rows_are_unrelated() -> None:
-    masks = [
-        mask(),
-        mask("there"),
-        mask(key=KEY + 1),
-        mask(key=derive_key("tests", 2)),
-        mask(key=KEY ^ 1 << 40),
-        mask(first=256),
-        mask(first=2**31),
-        mask(first=2**32),
-        mask(first=2**33),
-        mask(first=2**62),
-    ]
-    for a, b in itertools.combinations(masks, 2):
-        # 45 pairs.
-        assert abs(correlation(a, b)) < 5.5
-    assert torch.equal(masks[0], mask())
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.5, 0.9])
 def test_dropout_zeroes_its_share_and_keeps_the_mean(rate: float) -> None:
     x = torch.ones(1000, 301)
@@ -99,23 +62,6 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean(rate: float) -> None:
     assert abs(float(dropped.double().mean()) - 1) < 5 * sigma / (1 - rate)
     # The rate is rounded to a multiple of 2^-16.
     assert dropped[kept].unique().tolist() == pytest.approx([1 / (1 - rate)], rel=2**-17 / (1 - rate))
-
-
-@pytest.mark.parametrize("threshold", [1, 2, 65534])
-def test_the_rate_is_exact_to_its_last_bit(threshold: int) -> None:
-    rare = min(threshold, 65536 - threshold)
-    x = torch.ones(2**12, 2**10)
-    dropped = Noise(KEY).dropout(x, threshold / 65536, "here", torch.arange(2**12))
-    count = int(((dropped == 0) if threshold == rare else (dropped != 0)).sum())
-    # 64 or 128, by Poisson's law; with the threshold off by one it would be at least half as many again.
-    assert abs(count - 64 * rare) < 3.5 * math.sqrt(64 * rare)
-
-
-def test_a_rate_next_to_one_leaves_something() -> None:
-    dropped = Noise(KEY).dropout(torch.ones(2**10, 2**10), 1 - 1e-9, "here", torch.arange(2**10))
-    # One in 65,536: 16, by Poisson's law.
-    assert 0 < int((dropped != 0).sum()) < 37
-    assert dropped.unique().tolist() == [0.0, 65536.0]
 
 
 def test_dropout_scales_and_masks_what_it_is_given_and_its_gradient() -> None:
@@ -129,11 +75,6 @@ def test_dropout_scales_and_masks_what_it_is_given_and_its_gradient() -> None:
     assert torch.equal(gradient, scaled)
 
 
-def test_no_dropout_is_the_identity() -> None:
-    x = torch.randn(3, 4)
-    assert Noise(KEY).dropout(x, 0.0, "here", torch.arange(3)) is x
-
-
 @pytest.mark.parametrize("shape", [(6, 1), (6, 7), (6, 3, 5), (6, 1, 1), (6, 2, 3, 3)])
 def test_odd_and_many_dimensional_widths_take_the_first_columns(shape: tuple[int, ...]) -> None:
     rows = torch.tensor([5, 2**33, 0, 5, 1, 17])
@@ -141,14 +82,6 @@ def test_odd_and_many_dimensional_widths_take_the_first_columns(shape: tuple[int
     wide = Noise(KEY).dropout(torch.ones(6, 64), 0.5, "here", rows)
     dropped = Noise(KEY).dropout(torch.ones(shape), 0.5, "here", rows)
     assert torch.equal(dropped.flatten(1), wide[:, :width])
-
-
-def test_the_mask_is_the_same_in_every_precision() -> None:
-    rows = torch.arange(40)
-    full = Noise(KEY).dropout(torch.ones(40, 21), 0.2, "here", rows)
-    half = Noise(KEY).dropout(torch.ones(40, 21, dtype=torch.bfloat16), 0.2, "here", rows)
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half, full.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0, 3), (0, 1), (0, 3, 4), (0, 0), (5, 0)])
@@ -211,29 +144,8 @@ def test_initial_weights_follow_the_truncated_normal() -> None:
     z = x.double().flatten() / 0.02
     # Variance of a normal cut at +-2: 1 - 4 phi(2) / (2 Phi(2) - 1), that is 0.8796^2; five standard errors.
     assert abs(float(z.mean())) < 5 * 0.8796 / math.sqrt(z.numel())
-    inside = math.erf(math.sqrt(2))
-    variance = 1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / inside
+    variance = 1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2))
     assert abs(float(z.var()) - variance) < 5 * 0.75 / math.sqrt(z.numel())
-    # Through the distribution function it is uniform: 63 degrees of freedom, a standard deviation of 11.2.
-    uniform = (torch.special.ndtr(z) - torch.special.ndtr(torch.tensor(-2.0))) / inside
-    count = torch.histc(uniform, 64, 0, 1)
-    expected = z.numel() / 64
-    assert 63 - 5 * 11.2 < float(((count - expected) ** 2 / expected).sum()) < 63 + 5 * 11.2
-
-
-def test_initial_weights_scale_and_may_be_few_or_none() -> None:
-    indices = torch.arange(9), torch.arange(5)
-    torch.testing.assert_close(
-        truncated_normal(KEY, *indices, 0.5), truncated_normal(KEY, *indices, 0.02) * 25, rtol=3e-7, atol=0
-    )
-    assert torch.equal(truncated_normal(KEY, *indices, 0.0), torch.zeros(9, 5))
-    assert truncated_normal(KEY, torch.arange(0), torch.arange(5), 1.0).shape == (0, 5)
-    assert truncated_normal(KEY, torch.arange(9), torch.arange(0), 1.0).shape == (9, 0)
-
-
-def test_no_two_items_start_alike() -> None:
-    x = truncated_normal(KEY, torch.arange(2**16), torch.arange(4), 0.02)
-    assert len(x.unique(dim=0)) == 2**16
 
 
 def test_whole_rows_are_left_out_and_the_others_stay() -> None:

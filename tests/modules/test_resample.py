@@ -45,21 +45,6 @@ def test_the_sum_over_what_is_drawn_is_that_over_all_in_the_mean(corrected: bool
     assert (sum_RT.std(0) < 3 * all_T).all()
 
 
-def test_no_target_of_the_group_is_drawn_and_likely_items_more_often() -> None:
-    query_TD, item_VD, given = examples()
-    drawn_V, uniform_V = torch.zeros(V), torch.zeros(V)
-    for key in range(200):
-        place_S, drawn = resampled(query_TD, item_VD, given, COUNT, Noise(key))
-        for start, end, negative_n in zip(BOUNDS, BOUNDS[1:], drawn.negatives_GN, strict=False):
-            assert not torch.isin(place_S[negative_n], given.target_T[start:end]).any()
-        drawn_V += place_S[drawn.negatives_GN[1]].bincount(minlength=V)
-    uniform_V += given.negatives_GN[1].bincount(minlength=V)
-    cosine_V = torch.nn.functional.cosine_similarity(query_TD[12:13], item_VD)
-    cosine_V[given.target_T[12]] = -1
-    best = cosine_V.masked_fill(uniform_V == 0, -1).argmax()
-    assert drawn_V[best] / drawn_V.sum() > 2 * uniform_V[best] / uniform_V.sum()
-
-
 def test_a_group_draws_the_same_on_whichever_rank_it_is() -> None:
     """The last group as part of a whole batch, and alone on a rank."""
     query_TD, item_VD, given = examples()

@@ -327,11 +327,8 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_targets(similarity: str, share
         assert float((got - should).norm()) < 200 * EPS * max(float(should.norm()), 0.1)
 
 
-@pytest.mark.parametrize(
-    ("similarity", "kind"), [("dot", "softmax"), ("mlp", "softmax"), ("mol, information", "softmax"), ("mol", "bce")]
-)
-def test_a_weight_of_2_is_the_target_twice(similarity: str, kind: Literal["softmax", "bce"]) -> None:
-    options = config(similarity, "batch", kind)
+def test_a_weight_of_2_is_the_target_twice() -> None:
+    options = config("mol, information", "batch")
     tower, batch = tower_of(options), batches(options).at(0)
     T = len(batch.target_T)
     weight_Q = torch.ones(T)
@@ -339,11 +336,9 @@ def test_a_weight_of_2_is_the_target_twice(similarity: str, kind: Literal["softm
     at_Q = torch.tensor([*range(T), T - 1])
     twice = replace(batch, position_Q=at_Q, target_T=batch.target_T[at_Q], bounds=[0, T + 1], total_targets=T + 1)
     (loss, gradients), (other, others) = run(tower, replace(batch, weight_Q=weight_Q * T / (T + 1))), run(tower, twice)
-    for name in other:
-        torch.testing.assert_close(loss[name], other[name], rtol=32 * EPS, atol=0)
+    torch.testing.assert_close(loss, other, rtol=32 * EPS, atol=0)
     for got, should in zip(gradients, others, strict=True):
         assert float((got - should).norm()) < 200 * EPS * max(float(should.norm()), 0.1)
-    assert not torch.isclose(loss["similarity"], run(tower, batch)[0]["similarity"], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -401,64 +396,33 @@ def test_a_batch_of_another_step_has_other_masks() -> None:
 def test_what_is_watched_of_the_gates_is_that_of_the_first_sequences() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
-    rows = item_XD[batch.id_V]
+    rows, positions = item_XD[batch.id_V], batch.packing.bounds[3]
     diagnostics = tower.diagnostics({ITEM: rows}, batch, sequences=3)
-    assert not any(value.requires_grad for value in diagnostics.values())
-    positions = batch.packing.bounds[3]
     query_TD = tower.query_tower(rows[batch.input_T], batch.packing).vector_RD
     query = tower.similarity.query(query_TD, batch.packing.row_T)
     item = tower.similarity.item(rows[batch.target_T], batch.packing.row_T)
-    gates_TM = tower.similarity.gates(query, item).detach()[:positions].double()
-    torch.testing.assert_close(gates_TM.sum(1), torch.ones(positions).double(), rtol=0, atol=8 * EPS)
+    gates_TM = tower.similarity.gates(query, item).detach()[:positions]
     use_M, entropy = gates_TM.mean(0), -(gates_TM * gates_TM.log()).sum(1).mean() / math.log(6)
-    expected = {
-        "gates/entropy": entropy,
-        "gates/least_used": use_M.min(),
-        "gates/most_used": use_M.max(),
-        "gates/use_of_components": use_M,
-    }
-    assert diagnostics.keys() == expected.keys()
-    for name, should in expected.items():
-        torch.testing.assert_close(diagnostics[name].double(), should, rtol=0, atol=1e-5)
+    expected = {"entropy": entropy, "least_used": use_M.min(), "most_used": use_M.max(), "use_of_components": use_M}
+    torch.testing.assert_close(diagnostics, {f"gates/{name}": of for name, of in expected.items()}, rtol=0, atol=1e-5)
     parts = [batches(options, rank, 12).at(1) for rank in range(12)]
     empty = next(part for part in parts if len(part.input_T) == 0)
     assert tower.diagnostics({ITEM: item_XD[empty.id_V]}, empty) == {}
-    assert tower_of(config("dot")).diagnostics({ITEM: rows}, batch) == {}
-
-
-def test_one_component_is_used_wholly() -> None:
-    mol = MoL(8, MoLConfig(query_components=1, item_components=1))
-    side_TD, row_T = torch.randn(3, 8), torch.arange(3)
-    with torch.no_grad():
-        diagnostics = mol.diagnostics(mol.query(side_TD, row_T), mol.item(side_TD, row_T))
-    assert [float(diagnostics[f"gates/{name}"]) for name in ("entropy", "least_used", "most_used")] == [0.0, 1.0, 1.0]
 
 
 def test_initial_weights_follow_from_the_generator_alone() -> None:
-    options = config("mol")
-    first, second, other = (Tower(options, IDS) for _ in range(3))
-    for tower, seed in ((first, 5), (second, 5), (other, 6)):
+    towers = [Tower(config("mol"), IDS) for _ in range(3)]
+    for tower, seed in zip(towers, (5, 5, 6), strict=True):
         with torch.no_grad():
             for parameter in tower.parameters():
                 parameter.fill_(float("nan"))
         tower.reset_parameters(torch.Generator().manual_seed(seed))
-    differing = set()
-    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
-        assert bool(a.isfinite().all()), name
-        if not torch.equal(a, c):
-            differing.add(name)
-    for name, module in first.named_modules():
-        if isinstance(module, nn.Linear) and name != "similarity.cross_gate.2":
-            fan_out, fan_in = module.weight.shape
-            limit = (6 / (fan_in + fan_out)) ** 0.5
-            begins_linear = name.endswith(("projection.gated", "projection.output"))
-            assert begins_linear or 0.8 * limit < float(module.weight.detach().abs().max()) <= limit, name
-            open_units = len(module.weight) // 2 if name.endswith("projection.gated") else 0
-            assert module.bias is None or module.bias.sum() == module.bias.count_nonzero() == open_units, name
-            assert f"{name}.weight" in differing
-    assert "query_tower.encoder.position_LD" in differing
-    assert not {"similarity.cross_gate.2.weight", "similarity.cross_gate.2.bias"} & differing
+    first, same, other = (dict(tower.named_parameters()) for tower in towers)
+    assert all(torch.equal(first[name], same[name]) and bool(first[name].isfinite().all()) for name in first)
+    drawn = {name for name in first if not torch.equal(first[name], other[name])}
+    layers = {f"{name}.weight" for name, of in towers[0].named_modules() if isinstance(of, nn.Linear)}
+    # The cross gate begins with its preference alone.
+    assert drawn == layers - {"similarity.cross_gate.2.weight"} | {"query_tower.encoder.position_LD"}
 
 
 def test_moving_a_batch_leaves_the_first_where_it_is() -> None:

@@ -30,10 +30,6 @@ def test_features_by_owner_and_tables_by_name() -> None:
     assert [feature.sparse for feature in SCHEMA.features] == [True, True, False, False, True, False]
 
 
-def test_unknown_is_row_0_but_the_last_of_the_items() -> None:
-    assert (SCHEMA.table("item").unknown, SCHEMA.table("genre").unknown) == (10, 0)
-
-
 def test_recency_is_there_when_it_is_named() -> None:
     names = {"": [], "price": ["price"], "all": ["all"], "recency": ["recency"], "both": ["all", "recency"]}
     kept = {key: [feature.name for feature in SCHEMA.only(of).features] for key, of in names.items()}
@@ -68,10 +64,6 @@ def test_users_are_there_when_they_are_named_and_counted() -> None:
         SCHEMA.only(["user"])
     own = Schema((ITEM, Feature("user", "event", "number")), (Table("item", 3),), users=7)
     assert own.only(["user"]) == own
-
-
-def test_item_ids_alone() -> None:
-    assert Schema.of_ids(10) == Schema((ITEM,), (Table("item", 11),))
 
 
 def test_json_and_back() -> None:
@@ -119,25 +111,3 @@ def test_schemas_that_cannot_be(features: tuple[Feature, ...], tables: tuple[str
 def test_a_table_has_a_row_for_what_is_unknown() -> None:
     with pytest.raises(ValueError, match="table brand has 0 rows"):
         Table("brand", 0)
-
-
-TREE: dict[str, Any] = Schema.of_ids(3).to_mapping()
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({}, "features is missing"),
-        (TREE | {"features": {}}, "features is {}; it must be a list"),
-        (TREE | {"features": [{"name": "item", "owner": "item"}]}, r"features\[0\].kind is missing"),
-        (TREE | {"tables": [{"name": "item", "rows": 0}]}, "table item has 0 rows"),
-        (TREE | {"tables": []}, "feature item names table item, which is not there"),
-        (
-            TREE | {"features": [{"name": "item", "owner": "item", "kind": "id", "tables": "item"}]},
-            r"unknown key features\[0\].tables \(did you mean table\?\)",
-        ),
-    ],
-)
-def test_mappings_that_are_no_schema(tree: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^d.json: {message}"):
-        from_mapping(Schema, tree, "d.json")

@@ -1,30 +1,16 @@
-"""HSTU against one sequence after the other, each attention weight written out, in FP64; its compiled attention against
-the plain form."""
+"""HSTU's compiled attention against the plain form, in FP64."""
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_sasrec import DIM, NOTHING, WITH_NOISE, assert_as_alone, assert_zero_gradients, bf16_errors, filled, rows
 from torch import Tensor
 
 from logitmix.modules.batch import Packing
-from logitmix.modules.config import HSTUConfig
 from logitmix.modules.encoders import hstu_attention
-from logitmix.modules.encoders.hstu import HSTU
 from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS, attend, attend_plain, time_buckets
-from logitmix.modules.encoders.stack import Stack
-from logitmix.modules.noise import Noise
-
-CONFIG = HSTUConfig(blocks=2, heads=2, max_length=6, dropout=0.3, history_dropout=0.4, times=True)
-
-
-def make(dim: int = DIM, **changes: Any) -> HSTU:
-    return filled(HSTU(dim, replace(CONFIG, **changes)))
 
 
 def packing(lengths: list[int], first_row: int = 0, seed: int = 3) -> Packing:
@@ -43,119 +29,6 @@ def bucket(gap: int) -> int:
         return 0
     power = gap.bit_length() - 1
     return 1 + 2 * power + (gap >= 1.5 * 2**power)
-
-
-def dropped(x: Tensor, noise: Noise | None, rate: float, site: str, row_L: Tensor) -> Tensor:
-    return x if noise is None else x * noise.dropout(torch.ones_like(x), rate, site, row_L)
-
-
-def entered(encoder: Stack, item_LD: Tensor, row_L: Tensor, noise: Noise | None) -> Tensor:
-    """What the first block of one sequence is given."""
-    L, D = item_LD.shape
-    seen_L1 = dropped(torch.ones(L, 1, dtype=torch.float64), noise, encoder.history_rate, "history", row_L).sign()
-    x = item_LD * seen_L1 * math.sqrt(D) + encoder.position_LD[:L]
-    return dropped(x, noise, encoder.rate, "input", row_L)
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
-
-
-def plain(
-    encoder: HSTU, item_LD: Tensor, packing: Packing, at: slice, heads: int, noise: Noise | None = None
-) -> Tensor:
-    """The queries [L, D] of the sequence that is at these positions of a packing."""
-    L, D = item_LD.shape
-    assert packing.time_T is not None and packing.asked_T is not None
-    row_L, time, asked = packing.row_T[at], packing.time_T[at].tolist(), packing.asked_T[at].tolist()
-
-    def drop(x: Tensor, site: str) -> Tensor:
-        return dropped(x, noise, encoder.rate, site, row_L)
-
-    def norm(x: Tensor) -> Tensor:
-        centred = x - x.mean(1, keepdim=True)
-        return centred / ((centred**2).mean(1, keepdim=True) + 1e-6).sqrt()
-
-    x = entered(encoder, item_LD, row_L, noise)
-    for i, block in enumerate(encoder.blocks):
-        normed = norm(x)
-        u = silu(normed @ block.gate.weight.T)
-        v, q, k = (silu(normed @ weight.T) for weight in block.value_query_key.weight.split(D))
-        width = D // heads
-        attended = []
-        for t in range(L):
-            parts = []
-            for head in (slice(h * width, (h + 1) * width) for h in range(heads)):
-                out = torch.zeros(width, dtype=torch.float64)
-                for s in range(t + 1):
-                    score = q[t, head] @ k[s, head] + block.position_L[t - s]
-                    if block.time_K is not None:
-                        score = score + block.time_K[bucket(asked[t] - time[s])]
-                    out = out + silu(score) / len(encoder.position_LD) * v[s, head]
-                parts.append(out)
-            attended.append(torch.cat(parts))
-        gated = drop(norm(torch.stack(attended)) * u, f"block{i}.gated")
-        x = x + gated @ block.output.weight.T + block.output.bias
-    return norm(x) * encoder.norm.weight + encoder.norm.bias
-
-
-@WITH_NOISE
-@pytest.mark.parametrize("times", [False, True])
-@pytest.mark.parametrize("heads", [1, 2, 8])
-def test_equals_each_sequence_alone_written_out(heads: int, times: bool, noise: Noise | None) -> None:
-    encoder, packed = make(heads=heads, times=times), packing([3, 1, 0, 6, 2], first_row=100)
-    assert_as_alone(encoder, packed, noise, lambda item_LD, at: plain(encoder, item_LD, packed, at, heads, noise))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
-@NOTHING
-@WITH_NOISE
-def test_a_rank_without_positions_gives_zero_gradients(
-    lengths: list[int], noise: Noise | None, dtype: torch.dtype
-) -> None:
-    assert_zero_gradients(make().to(dtype), packing(lengths), noise)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "compiled"])
-def test_a_sequence_that_is_too_long_is_refused(dtype: torch.dtype) -> None:
-    position_L, packed = torch.zeros(6, dtype=dtype), torch.zeros(7, 3, 2, 4, dtype=dtype)
-    with pytest.raises(IndexError):
-        attend(packed, position_L, None, packing([7]))
-
-
-def test_a_packing_keeps_its_times_in_copies() -> None:
-    whole = packing([3, 1, 2])
-    first, moved = whole.first(2), whole.to(torch.device("meta"))
-    assert whole.time_T is not None and whole.asked_T is not None
-    assert first.time_T is not None and first.asked_T is not None and first.bounds == [0, 3, 4]
-    assert torch.equal(first.time_T, whole.time_T[:4]) and torch.equal(first.asked_T, whole.asked_T[:4])
-    assert moved.time_T is not None and moved.asked_T is not None
-    assert moved.time_T.device.type == moved.asked_T.device.type == "meta" and whole.time_T.device.type == "cpu"
-
-
-def test_biases_and_positions_start_from_the_truncated_normal() -> None:
-    encoder = HSTU(64, HSTUConfig(max_length=500, blocks=2, times=True))
-    encoder.reset_parameters(torch.Generator().manual_seed(0))
-    for bias in (encoder.position_LD, *(b for block in encoder.blocks for b in (block.position_L, block.time_K))):
-        assert 0.035 < float(bias.detach().abs().max()) <= 0.04
-        # 0.8796 of 0.02, cut at two standard deviations.
-        assert abs(float(bias.detach().std()) - 0.8796 * 0.02) < 5 * 0.02 * 0.8796 / math.sqrt(2 * bias.numel())
-
-
-@torch.no_grad()
-def require_close_in_bf16(encoder: Stack) -> None:
-    encoder.reset_parameters(torch.Generator().manual_seed(0))
-    item_TD, packed = rows(46, dim=64).float() * 0.1, packing([20, 6, 1, 19])
-    # BF16 keeps 8 bits: 2^-9 for each rounding, of which a query sees a dozen; attention's norm enlarges some.
-    error = bf16_errors(encoder, item_TD, packed)
-    assert 0 < float(error.mean()) < 2**-7 and float(error.max()) < 2**-5
-
-
-def test_bf16_stays_close_to_full_precision() -> None:
-    require_close_in_bf16(make(dim=64, dropout=0.2, history_dropout=0.0, max_length=20).float())
-
-
-# --- the compiled form ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[0, 1, 2])

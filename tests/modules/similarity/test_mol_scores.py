@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitmix.common.compiled import plain_torch
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Side
 from logitmix.modules.similarity import mol_scores as module
@@ -272,17 +271,6 @@ def test_indices_that_do_not_fit_are_refused() -> None:
     for bounds in ([0, 2], [0, 2, 1], [0, 1, 3], [1, 1, 2]):
         with pytest.raises(ValueError, match="bounds must rise from 0 to 2"):
             mol_scores(query, item, mol.pair_parameters(), torch.tensor([1, 2]), bounds)
-
-
-def test_without_the_library_plain_torch_scores() -> None:
-    mol = mol_of(8, 8, 32, 16)
-    query, item = sides_of(mol, 2, 30)
-    item_P, bounds = candidates([11, 12], 30)
-    with torch.no_grad():
-        expected = mol.candidates(query, item, item_P, bounds)
-        with plain_torch():
-            assert mol_scores(query, item, mol.pair_parameters(), item_P, bounds) is None
-            torch.testing.assert_close(mol.candidates(query, item, item_P, bounds), expected, rtol=1e-5, atol=2e-5)
 
 
 def test_all_pairs_without_gradients_are_fused(level: int) -> None:

@@ -137,16 +137,6 @@ def test_dropout_falls_on_the_first_hidden_layer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pair_depends_on_the_layers_after_the_sides_and_nothing_else_of_the_module(kind: str) -> None:
-    of = randomized(KINDS[kind][0]())
-    query, item = ([side.detach() for side in both] for both in sides(of, vectors(3, 1), vectors(3, 2)))
-    score = of.all_pairs(tuple(query), tuple(item)).sum()
-    gradients = torch.autograd.grad(score, list(of.parameters()), allow_unused=True)
-    used = {id(p) for p, gradient in zip(of.parameters(), gradients, strict=True) if gradient is not None}
-    assert used == {id(parameter) for parameter in of.pair_parameters()} and len(used) == KINDS[kind][2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_autocast_leaves_scores_in_fp32(kind: str) -> None:
     of, query_TD, item_ND = randomized(KINDS[kind][0]()), vectors(20, 1), vectors(30, 2)
     full = of.all_pairs(*sides(of, query_TD, item_ND)).detach()
@@ -156,15 +146,6 @@ def test_autocast_leaves_scores_in_fp32(kind: str) -> None:
     assert half.dtype == pairs.dtype == torch.float32
     # The sides are rounded to 2^-9.
     assert 0 < float((half - full).detach().abs().max()) < max(0.05, 0.02 * float(full.abs().max()))
-
-
-@pytest.mark.parametrize(("dim", "hidden", "table"), [(50, 256, 49.3), (256, 256, 152.3), (50, 128, 24.6)])
-def test_neumfs_size_is_that_of_the_papers_table_without_two_layers(dim: int, hidden: int, table: float) -> None:
-    """The paper's "Inference FLOPs per (x, u)", of multiply-adds and K = 1024, for ML-1M, ML-20M and Beauty, leave out
-    the projections to GMF and the output layer of the first MLP."""
-    neumf = NeuMF(dim, NeuMFConfig(hidden=hidden, final_hidden=hidden))
-    counted = sum(layer.weight.numel() for layer in (neumf.hidden, neumf.final, neumf.output))
-    assert counted / 1024 == pytest.approx(table, abs=0.0501)
 
 
 def test_deepfms_projection_of_items_has_dropout_on_its_input() -> None:
