@@ -9,7 +9,7 @@ fall from 0.001. One thread, FP32, no refits; each run is tested after its best 
 means over the seeds, and MoL less the dot product over the same users, with the standard error over the users or the
 seeds, whichever is larger. FOLDER has `ml-1m.zip`, `ml-100k.zip` and `half/`, which holds the lines of users 1 to 2,999
 of MovieLens-1M's `ratings.dat`. A run that is complete in --out is not repeated, and is refused if its settings would
-be others now. Each table is also kept as JSON in --results, with the machine and the commit.
+be others now.
 """
 
 import json
@@ -23,7 +23,6 @@ import numpy as np
 import tyro
 
 from benchmarks.measure import cpu_seconds, logitmix, machine, print_table, words_of
-from logitmix.common.files import write_whole
 from logitmix.common.mappings import counted
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.commands.train import Arguments
@@ -61,7 +60,6 @@ class Options:
     widths: str = "64"
     seeds: int = 1
     out: str = "runs/equal-time"
-    results: str = "benchmarks/results"
 
 
 def main(options: Options) -> None:
@@ -73,9 +71,7 @@ def main(options: Options) -> None:
         for width in map(int, options.widths.split(",")):
             found = [trained(out, name, width, seed) for seed in range(options.seeds)]
             title = f"{DATASETS[name].name}, D = {width}, {counted(options.seeds, 'seed')}, 1 thread; {machine()}"
-            print_table(heads, rows := table_rows(found), title, 150)
-            kept = {"measured": title, "rows": [dict(zip(heads, row, strict=True)) for row in rows]}
-            write_whole(Path(options.results, f"equal-time-{name}-{width}.json"), json.dumps(kept, indent=1) + "\n")
+            print_table(heads, table_rows(found), title, 150)
 
 
 def trained(out: Path, name: str, width: int, seed: int) -> dict[str, Path]:

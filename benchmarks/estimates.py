@@ -1,32 +1,26 @@
-"""What `logitmix plan` estimates: the time of a step on GPUs, and the memory of training, beside what it takes here.
+"""The memory that `logitmix plan` estimates for training, beside what training takes.
 
-    python -m benchmarks.estimates [--gpu h100] [--json]
-    python -m benchmarks.estimates --memory
+    python -m benchmarks.estimates
 
-The first prints a step of ml-1m-mol, of ml-1m-dot and of an industrial model, with 20 tables, on 1, 8 and 64 GPUs; each
-GPU has 128, 128 and 512 sequences. With --memory, three models train some steps in fresh processes on the CPU; the
-table has the growth of a process's memory at its peak (resident set) beside the estimate.
+Three models train some steps in fresh processes on the CPU; the JSON has the growth of a process's memory at its peak
+(resident set) beside the estimate, in MB.
 """
 
 import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
-import tyro
 
-from benchmarks.measure import Spent, in_turn, machine, print_table, spent
+from benchmarks.measure import Spent, in_turn, spent
 from logitmix.comm.process_group import process_group
-from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
-from logitmix.trainer.commands.recipe import of_recipe
-from logitmix.trainer.commands.step_time import StepTime
+from logitmix.trainer.commands.plan import plan_job
 from logitmix.trainer.config import Config, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
@@ -35,15 +29,6 @@ from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.plan import Devices
 from logitmix.trainer.step.memory import set_up_memory
 from logitmix.trainer.step.pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class Options:
-    gpu: Literal["a100", "h100", "h200", "b200"] = "h100"
-    memory: bool = False
-    """Measure memory on the CPU instead."""
-    json: bool = False
-    """Print JSON."""
 
 
 class Size(NamedTuple):
@@ -62,84 +47,24 @@ SIZES = {
 STEPS = 4
 
 
-LONG = "--history 165 --items 3706"
-MODELS = {
-    "ml-1m-mol": ("ml-1m-mol", 128, LONG),
-    "ml-1m-dot": ("ml-1m-dot", 128, LONG),
-    "industrial": (
-        "ml-1m-mol",
-        512,
-        "--history 200 --items 1e7 --model.loss.negatives 1024 --rows "
-        + " ".join(f"feature{number}=1e6" for number in range(1, 20)),
-    ),
-}
-"""Recipe, sequences of a GPU, and words of `logitmix plan`."""
-
-
-def main(options: Options) -> None:
-    rows = memory_rows() if options.memory else step_rows(options.gpu)
-    if options.json:
-        print(json.dumps(rows))
-        return
-    title = f"MB, {machine()}" if options.memory else f"ms on {options.gpu.upper()}"
-    cells = ([f"{of:,.1f}" if isinstance(of, float) else of for of in row.values()] for row in rows)
-    print_table(rows[0], cells, title, 160)
-
-
-def step_rows(gpu: str) -> list[dict[str, Any]]:
-    """A row for each model and number of GPUs, in milliseconds."""
-    rows = []
-    for name, (recipe, sequences, words) in MODELS.items():
-        for count in (1, 8, 64):
-            line = f"{recipe} --world-size {count} --gpu {gpu} --train.batch-size {sequences * count} {words}"
-            plan, of = planned(line)
-            rows.append(
-                {
-                    "model": name,
-                    "GPUs": count,
-                    "step": of.total * 1e3,
-                    "floor": of.floor * 1e3,
-                    "kernels": of.kernels,
-                    "of it": ", ".join(f"{part} {of.parts[part] * 1e3:.1f}" for part in of.longest()),
-                    "GiB a GPU": plan.rank_bytes / 2**30,
-                }
-            )
-    return rows
-
-
-def planned(line: str) -> tuple[JobPlan, StepTime]:
-    """Of the words of `logitmix plan` for GPUs."""
-    arguments, config, _ = of_recipe(Arguments, "plan", line.split(), USAGE)
-    plan = plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu)
-    assert plan.step_time is not None
-    return plan, plan.step_time
-
-
-def memory_rows(sizes: dict[str, Size] = SIZES) -> list[dict[str, Any]]:
-    """Measured and estimated MB of each size."""
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         configs = {}
-        for number, (name, size) in enumerate(sizes.items()):
+        for number, (name, size) in enumerate(SIZES.items()):
             data = Path(folder, str(number))
             write_data(data, size)
-            configs[name] = config_of(size, data)
+            settings = COMMON | {"data.path": str(data)} | size.settings
+            configs[name] = with_settings(load_recipe(size.recipe), settings)
         found = in_turn({name: partial(training_memory, config) for name, config in configs.items()}, 1)
-        return [
+        rows = [
             {
                 "model": name,
                 "measured": found[name][0].peak_mb * 2**20 / 1e6,
-                "estimated": estimate(config).rank_bytes / 1e6,
+                "estimated": plan_job(config, Devices(1, 1, "cpu")).rank_bytes / 1e6,
             }
             for name, config in configs.items()
         ]
-
-
-def config_of(size: Size, data: Path) -> Config:
-    return with_settings(load_recipe(size.recipe), COMMON | {"data.path": str(data)} | size.settings)
-
-
-def estimate(config: Config) -> JobPlan:
-    return plan_job(config, Devices(1, 1, "cpu"))
+    print(json.dumps(rows))
 
 
 def write_data(out: Path, size: Size) -> None:
@@ -179,4 +104,4 @@ def a_pipeline(config: Config, steps: int) -> Iterator[Pipeline]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

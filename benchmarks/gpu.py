@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import codec
-from benchmarks.estimates import Size, a_pipeline, planned, write_data
+from benchmarks.estimates import Size, a_pipeline, write_data
 from benchmarks.measure import logitmix, machine, milliseconds
+from logitmix.comm import fp8
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import DotConfig, MoLConfig
@@ -51,6 +52,8 @@ from logitmix.modules.similarity.base import Similarity
 from logitmix.modules.similarity.dot import Dot
 from logitmix.modules.similarity.mol import MoL
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
+from logitmix.trainer.commands.plan import USAGE, Arguments, plan_job
+from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.commands.step_time import GPUS
 from logitmix.trainer.config import Config, load_recipe, with_settings
 from logitmix.trainer.run.metrics import read_rows
@@ -256,10 +259,12 @@ def steps() -> tuple[list[str], list[Row]]:
             write_data(Path(folder), size)
             ms, gpu_ms, launches, gib = step(config)
         batch, negatives = config.train.batch_size, config.model.loss.negatives
-        plan, of = planned(
-            f"{size.recipe} --world-size 1 --gpu {gpu} --train.precision bf16 --history {size.length} "
-            f"--items {size.items} --train.batch-size {batch} --model.loss.negatives {negatives}"
-        )
+        line = f"{size.recipe} --world-size 1 --gpu {gpu} --train.precision bf16 --history {size.length} "
+        line += f"--items {size.items} --train.batch-size {batch} --model.loss.negatives {negatives}"
+        arguments, planned, _ = of_recipe(Arguments, "plan", line.split(), USAGE)
+        plan = plan_job(planned, arguments.devices(), arguments.imagined(), gpu)
+        of = plan.step_time
+        assert of is not None
         what = f"{size.recipe}, {batch} x {size.length}, {size.items:,}, {negatives} negatives"
         cells = [f"{ms:.1f}", f"{of.total * 1e3:.1f}", f"{gpu_ms:.1f}", f"{launches:.0f}", f"{of.kernels}"]
         lines.append(f"| {what} | {' | '.join(cells)} | {gib:.1f} | {plan.rank_bytes / 2**30:.1f} |")
@@ -302,9 +307,8 @@ def _steps(pipeline: Pipeline, count: int) -> None:
 
 def kernels() -> tuple[list[str], list[Row]]:
     device, rows = torch.device("cuda"), []
-    for dim in (64, 128):
-        options = codec.Options(megabytes=1024, device="cuda")
-        rows += [codec_row(row, options.megabytes) for row in codec.measure(dim, options) if row.name == "codec"]
+    for dim, dtype in product((64, 128), (torch.float8_e4m3fn, torch.float8_e5m2)):
+        rows += codec_rows(dim, dtype, device)
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         rows.append(loss_row(MoL(DIM, MoLConfig()), dtype, device, 25_600))
@@ -319,10 +323,36 @@ def kernels() -> tuple[list[str], list[Row]]:
     return [], rows
 
 
-def codec_row(row: codec.Row, megabytes: int) -> Row:
-    ms = megabytes * 2**20 / 1e6 / row.gb_per_second
-    what = f"{row.way} {row.format}, {megabytes} MiB of FP32 rows of {row.dim}"
-    return Row(what, ms, ms * row.ratio, ms * row.of_copy)
+def codec_rows(dim: int, dtype: torch.dtype, device: torch.device, megabytes: int = 1024) -> list[Row]:
+    """The FP8 codec both ways beside the row-wise cast in eager torch, and a copy of as many bytes."""
+    x = torch.randn(megabytes * 2**18 // dim, dim, device=device)
+
+    def cast() -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(dim=1, keepdim=True) / torch.finfo(dtype).max
+        return (x / scale).to(dtype), scale
+
+    sent, (payload, scale) = fp8.quantize_rowwise(x, dtype), cast()
+    # A copy reads and writes each byte.
+    copied = torch.empty((4 * x.numel() + sent.numel()) // 2, dtype=torch.uint8, device=device)
+    floor_s = seconds(partial(torch.empty_like(copied).copy_, copied), device, 10)
+    what = f"{str(dtype).removeprefix('torch.')}, {megabytes} MiB of FP32 rows of {dim}"
+    decode = partial(fp8.dequantize_rowwise, sent, dtype, [dim])
+    return [
+        timed_row(f"encode {what}", partial(fp8.quantize_rowwise, x, dtype), cast, floor_s, device, 10),
+        timed_row(f"decode {what}", decode, lambda: payload.float() * scale, floor_s, device, 10),
+    ]
+
+
+def timed_row(
+    what: str,
+    compiled: Callable[[], object],
+    eager: Callable[[], object],
+    floor_s: float,
+    device: torch.device,
+    repetitions: int,
+) -> Row:
+    times = seconds(compiled, device, repetitions), seconds(eager, device, max(1, repetitions // 3)), floor_s
+    return Row(what, *(time * 1e3 for time in times))
 
 
 def loss_row(
@@ -335,8 +365,7 @@ def loss_row(
         off = float((got.double() - should.double()).abs().max() / should.double().abs().max())
         _require(off <= LOSS_BOUND[dtype], f"{case.what}: {name} is off by {off:.1e} of its largest number")
     floor_s = 3 * case.flops / matmul_rate(dtype, device, 8192 if device.type == "cuda" else 256)
-    slow = seconds(eager, device, max(1, repetitions // 3))
-    return Row(case.what, seconds(compiled, device, repetitions) * 1e3, slow * 1e3, floor_s * 1e3)
+    return timed_row(case.what, compiled, eager, floor_s, device, repetitions)
 
 
 def attention_row(dtype: torch.dtype, sequences: int, device: torch.device, repetitions: int = 10) -> Row:
@@ -361,8 +390,7 @@ def attention_row(dtype: torch.dtype, sequences: int, device: torch.device, repe
         _require(off <= LOSS_BOUND[dtype], f"{what}: {name} are off by {off:.1e} of their size")
     pairs = int((lengths_B * (lengths_B + 1) // 2).sum())
     floor_s = 3 * 4.0 * DIM * pairs / matmul_rate(dtype, device, 8192 if device.type == "cuda" else 256)
-    times = [seconds(of, device, count) for of, count in ((compiled, repetitions), (eager, max(1, repetitions // 3)))]
-    return Row(what, *(time * 1e3 for time in times), floor_s * 1e3)
+    return timed_row(what, compiled, eager, floor_s, device, repetitions)
 
 
 def stage1_row(B: int, X: int, k: int, allowed: float | None, device: torch.device, repetitions: int = 10) -> Row:
@@ -386,7 +414,7 @@ def stage1_row(B: int, X: int, k: int, allowed: float | None, device: torch.devi
         _require(same, f"{what}: other items than on the CPU" + " the second time" * again)
         found = search()
     floor_s = read_s(corpus.blocks, repetitions)
-    return Row(what, *(seconds(work, device, repetitions) * 1e3 for work in (search, eager)), floor_s * 1e3)
+    return timed_row(what, search, eager, floor_s, device, repetitions)
 
 
 @torch.no_grad()
@@ -413,10 +441,7 @@ def scores_row(
         _require(off <= LOSS_BOUND[dtype], f"{what}: scores are off by {off:.1e} of their size")
         row_bytes = sum(part[0].numel() * part.element_size() for part in item)
         floor_s = read_s(torch.ones(B * k * row_bytes // 8 * 8, dtype=torch.uint8, device=device), repetitions)
-        times = [
-            seconds(work, device, count) for work, count in ((compiled, repetitions), (eager, max(1, repetitions // 3)))
-        ]
-    return Row(what, *(time * 1e3 for time in times), floor_s * 1e3)
+        return timed_row(what, compiled, eager, floor_s, device, repetitions)
 
 
 def read_s(contiguous: Tensor, repetitions: int) -> float:

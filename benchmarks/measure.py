@@ -5,11 +5,9 @@ import multiprocessing
 import os
 import platform
 import resource
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -131,27 +129,16 @@ def machine() -> str:
 
 def logitmix(*words: str, processes: int = 1) -> str:
     """Output of the command line, with one thread for each process unless the words say otherwise. Ends the benchmark
-    with all output if it fails. Ctrl-C and, in the main thread, SIGTERM end both, this one when that has saved its
-    step."""
+    with all output if it fails. Ctrl-C ends both, this one when that has saved its step."""
     command = ["-m", "logitmix.trainer.cli", *words, *(["--processes", str(processes)] if processes > 1 else [])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as child:
-
-        def stop(*_: object) -> None:
-            child.terminate()  # Ctrl-C reaches it without this.
-            raise KeyboardInterrupt
-
-        in_main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGTERM, stop) if in_main else None
         try:
             output, errors = child.communicate()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # which the child has got, too
             child.communicate()
             raise
-        finally:
-            if in_main:
-                signal.signal(signal.SIGTERM, before)
     if child.returncode:
         raise SystemExit(f"{' '.join(command)}\n{output}{errors}")
     return output

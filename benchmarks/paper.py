@@ -21,6 +21,7 @@ import json
 import math
 import statistics
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,10 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import logitmix, machine, words_of
-from logitmix.common.files import Fields, parse_json, write_whole
-from logitmix.common.mappings import require
-from logitmix.launch.processes import require_threads
-from logitmix.trainer.config import flatten, load_recipe, with_settings
+from logitmix.common.files import write_whole
+from logitmix.trainer.config import flatten, load_recipe
 from logitmix.trainer.run.folder import read_config, refit_path, start_path
 from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import read_results
@@ -127,94 +126,11 @@ def settings_of(method: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return of
 
 
-def _ablation(*hit_rates: float | None) -> dict[str, tuple[float, ...]]:
-    """MoL, with the norm everywhere, is the cell of the other tables."""
-    names = ("mol", "mol-no-l2-norm", "mol-no-gating-dropout", "mol-half", "mol-quarter-negatives")
-    return {name: () if rate is None else (rate,) for name, rate in zip(names, hit_rates, strict=True)}
-
-
-PAPER: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
-    "movielens": {
-        "ml-1m": {
-            "bce": (0.0409, 0.2230, 0.4929, 0.8594, 0.1018),
-            "dot": (0.0669, 0.2821, 0.5435, 0.8618, 0.1363),
-            "mlp": (0.0576, 0.2805, 0.5419, 0.8551, 0.1290),
-            "neumf": (0.0545, 0.2854, 0.5465, 0.8672, 0.1264),
-            "deepfm": (0.0626, 0.2856, 0.5526, 0.8644, 0.1335),
-            "mol": (0.0675, 0.3079, 0.5657, 0.8677, 0.1433),
-            "hstu+dot": (),
-            "hstu+mol": (),
-            "hstu+mol 8x8": (),
-            "fuxi+dot": (),
-            "fuxi+mol": (),
-        },
-        "ml-100k": {
-            name: ()
-            for name in ("bce", "dot", "mlp", "neumf", "deepfm", "mol", "hstu+dot", "hstu+mol", "fuxi+dot", "fuxi+mol")
-        },
-        "ml-20m": {
-            "bce": (0.0275, 0.1756, 0.4467, 0.8543, 0.0782),
-            "dot": (0.0620, 0.2862, 0.5488, 0.8721, 0.1344),
-            "mlp": (0.0687, 0.2936, 0.5556, 0.8756, 0.1416),
-            "neumf": (0.0645, 0.2911, 0.5548, 0.8760, 0.1376),
-            "deepfm": (0.0657, 0.2932, 0.5542, 0.8763, 0.1394),
-            "mol": (0.0758, 0.3114, 0.5727, 0.8847, 0.1528),
-        },
-    },
-    "amazon": {
-        "beauty": {
-            "bce": (0.0256, 0.0743, 0.1604, 0.2370, 0.0126),
-            "dot": (0.0655, 0.1379, 0.2271, 0.2914, 0.0333),
-            "mlp": (0.0393, 0.1005, 0.1864, 0.2465, 0.0189),
-            "neumf": (0.0535, 0.1247, 0.2152, 0.2818, 0.0264),
-            "deepfm": (0.0494, 0.1271, 0.2238, 0.2953, 0.0241),
-            "mol": (0.0541, 0.1288, 0.2246, 0.2961, 0.0262),
-        },
-        "games": {
-            "bce": (0.0794, 0.2209, 0.4217, 0.5642, 0.0383),
-            "dot": (0.1246, 0.2771, 0.4505, 0.5736, 0.0600),
-            "mlp": (0.1066, 0.2537, 0.4293, 0.5582, 0.0498),
-            "neumf": (0.1175, 0.2722, 0.4479, 0.5755, 0.0559),
-            "deepfm": (0.1216, 0.2817, 0.4690, 0.5965, 0.0576),
-            "mol": (0.1221, 0.2834, 0.4713, 0.5964, 0.0586),
-        },
-        "books": {
-            "bce": (0.0247, 0.0660, 0.1370, 0.2079, 0.0123),
-            "dot": (0.0317, 0.0814, 0.1588, 0.2295, 0.0156),
-            "mlp": (0.0297, 0.0759, 0.1500, 0.2190, 0.0144),
-            "neumf": (0.0358, 0.0871, 0.1644, 0.2338, 0.0178),
-            "deepfm": (0.0361, 0.0905, 0.1706, 0.2414, 0.0179),
-            "mol": (0.0388, 0.0934, 0.1751, 0.2479, 0.0194),
-        },
-    },
-    "ablation": {
-        "ml-1m": _ablation(0.3079, 0.2894, 0.2964, 0.3041, 0.2972),
-        "ml-20m": _ablation(0.3114, 0.3032, 0.3100, 0.3022, 0.2907),
-        "beauty": _ablation(0.2088, 0.2246, 0.2148, 0.2076, 0.2046),
-        # Of half the components, the paper has Beauty's figure here, too.
-        "games": _ablation(0.4618, 0.4713, 0.4592, None, 0.4627),
-        "books": _ablation(0.1751, 0.1695, 0.1674, 0.1719, 0.1808),
-    },
-    # On the paper's own dataset, which nobody else has: the shape is to be compared, not the figures.
-    "components": {
-        "demo-features": {
-            "dot 64": (0.0843, 0.2563, 0.3712, 0.5026),
-            "dot 128": (0.0882, 0.2676, 0.3856, 0.5204),
-            "dot 256": (0.0916, 0.2761, 0.3954, 0.5305),
-            "dot 512": (0.0925, 0.2754, 0.3949, 0.5299),
-            "mlp": (0.0938, 0.2656, 0.3770, 0.5054),
-            "neumf": (0.1087, 0.2976, 0.4148, 0.5479),
-            "deepfm": (0.1199, 0.3242, 0.4465, 0.5810),
-            "mol 16x2": (0.1212, 0.3221, 0.4436, 0.5768),
-            "mol 8x4": (0.1221, 0.3232, 0.4440, 0.5763),
-            "mol 16x4": (0.1250, 0.3283, 0.4502, 0.5834),
-            "mol 32x4": (0.1304, 0.3404, 0.4628, 0.5961),
-        }
-    },
-}
-"""By table, dataset and method; the metrics are those of `columns`. Methods that the paper does not have are empty."""
-FREE = ("data.path", "warm_start", "train.precision", "train.threads")
-"""Settings in which a result and its cell may differ."""
+PAPER: dict[str, dict[str, dict[str, list[float]]]] = tomllib.loads(
+    Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
+)
+"""The published figures by table, dataset and method; the metrics are those of `columns`. Methods that the paper does
+not have are empty. MoL of the ablation, with the norm everywhere, is the cell of the other tables."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +150,6 @@ class Options:
     """Where the small JSON files are kept."""
     show: bool = False
     """Train nothing: show what there is."""
-    json: bool = False
-    """Print JSON."""
 
     def chosen(self) -> list[tuple[str, list[str]]]:
         """The datasets with their methods."""
@@ -247,18 +161,10 @@ class Options:
                 f"--data {self.data} has none of {', '.join(names)}; make one with: logitmix prepare {names[0]} --out "
                 f"{self.path(next(iter(table)))}"
             )
-        if strange := set(wanted) - set(table):
-            raise SystemExit(
-                f"--datasets has {', '.join(sorted(strange))}; --table {self.table} has {', '.join(table)}"
-            )
         named = self.methods.split(",") if self.methods else []
-        there = list(dict.fromkeys(name for dataset in wanted for name in table[dataset]))
-        if strange := set(named) - set(there):
-            raise SystemExit(f"--methods has {', '.join(sorted(strange))}; there are {', '.join(there)}")
+        if unknown := {*wanted} - {*table} | {*named} - {name for methods in table.values() for name in methods}:
+            raise SystemExit(f"--table {self.table} has no {', '.join(sorted(unknown))}")
         return [(dataset, [name for name in named or table[dataset] if name in table[dataset]]) for dataset in wanted]
-
-    def cells(self, dataset: str, method: str) -> list["Cell"]:
-        return [Cell(dataset, method, seed) for seed in range(self.seeds)]
 
     def _has(self, dataset: str) -> bool:
         return self.show or (self.path(dataset) / "dataset.json").is_file()
@@ -333,32 +239,8 @@ def result(cell: Cell, options: Options) -> dict[str, Any] | None:
             return None
         trained = train(cell, options)
         write_whole(path, json.dumps(trained, indent=1) + "\n")
-    return read_result(path)
-
-
-def differences(cell: Cell, found: Mapping[str, Any], options: Options) -> list[str]:
-    """Settings with which a result was trained, and which its cell has otherwise by now. Settings that did not exist
-    then are not known to differ, nor are those that the recipe had otherwise; what depends on the machine and on where
-    runs lie may."""
-    recipe = load_recipe(cell.recipe)
-    before, now = flatten(recipe), flatten(with_settings(recipe, cell.settings(options)))
-    then = {name: found["settings"].get(name, before.get(name, value)) for name, value in now.items()}
-    path = f"{options.results}/{cell.name}.json"
-    return [
-        f"{cell.name} was trained with {name} {then[name]}, and its cell has {value}; to train it again, remove {path} "
-        f"and {cell.run(options)}"
-        for name, value in now.items()
-        if name not in FREE and then[name] != (list(value) if isinstance(value, tuple) else value)
-    ]
-
-
-def read_result(path: Path) -> Fields:
-    """ValueError that names the file if it is no result, here or where a field that it lacks is read."""
-    content = parse_json(path.read_bytes(), str(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    parts = {name: Fields(of, f"{path}: {name}") if isinstance(of, dict) else of for name, of in content.items()}
-    return Fields(parts, str(path))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def train(cell: Cell, options: Options) -> dict[str, Any]:
@@ -421,89 +303,58 @@ def columns(table: str, dataset: str) -> tuple[str, ...]:
 
 
 def summary(found: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> dict[str, Any]:
-    """Means over seeds, with their deviation and the error over users: a hit rate is a mean over users of 0 and 1."""
-    users = found[0]["users"]
-    minutes = [60 * (each["hours"]["run"] + each["hours"].get("start", 0.0)) for each in found]
-    of: dict[str, Any] = {"seeds": len(found), "minutes": statistics.mean(minutes)}
-    on = [(each["users"], each["corpus"], each["machine"]) for each in found]
-    of["measured"] = list(dict.fromkeys(on))
+    """Cells of the table: means over seeds, with their deviation; and of the metric that chooses the error over users,
+    for a hit rate is a mean over users of 0 and 1."""
+    chosen = found[0]["metric"]
+    cells: dict[str, Any] = {}
     for metric in metrics:
         values = [each["refit"][metric] for each in found]
-        mean = statistics.mean(values)
-        of[metric] = {"mean": mean, "deviation": statistics.stdev(values) if len(values) > 1 else None}
-        if metric.startswith("hr@"):
-            of[metric]["error"] = math.sqrt(mean * (1 - mean) / users)
-    return of | {"validation": statistics.mean(each["validation"][each["metric"]] for each in found)}
+        deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        cells[metric] = f"{statistics.mean(values):.4f}{deviation}"
+    rate = statistics.mean(each["refit"][chosen] for each in found)
+    minutes = statistics.mean(60 * (each["hours"]["run"] + each["hours"].get("start", 0.0)) for each in found)
+    return cells | {
+        "error": math.sqrt(rate * (1 - rate) / found[0]["users"]),
+        "validation": f"{statistics.mean(each['validation'][chosen] for each in found):.4f}",
+        "seeds": f"{len(found)}",
+        "minutes": f"{minutes:.0f}",
+    }
 
 
 def main(options: Options) -> None:
-    try:
-        require(options.seeds > 0, "--seeds", options.seeds, "1 or more")
-        require_threads("--threads", options.threads)
-        if not options.show:
-            Path(options.results).mkdir(parents=True, exist_ok=True)
-        _show(options)
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
-    except KeyboardInterrupt:
-        raise SystemExit("stopped; the same command goes on") from None
-
-
-def _show(options: Options) -> None:
-    rows = []
+    if not options.show:
+        Path(options.results).mkdir(parents=True, exist_ok=True)
     for dataset, methods in options.chosen():
-        metrics = columns(options.table, dataset)
-        for method in methods:
-            cells = {cell: result(cell, options) for cell in options.cells(dataset, method)}
-            found = [of for of in cells.values() if of is not None]
-            paper = PAPER[options.table][dataset][method]
-            rows.append({"dataset": dataset, "method": method, "paper": dict(zip(metrics, paper, strict=False)),
-                         "ours": summary(found, metrics) if found else None,
-                         "differs": [line for cell, of in cells.items() if of
-                                     for line in differences(cell, of, options)]})  # fmt: skip
-    if options.json:
-        print(json.dumps({"rows": rows}))
-    else:
-        show(rows, options)
+        show(dataset, methods, options)
 
 
-def show(rows: list[dict[str, Any]], options: Options) -> None:
-    for dataset in dict.fromkeys(row["dataset"] for row in rows):
-        metrics, of_paper = columns(options.table, dataset), any(PAPER[options.table][dataset].values())
-        heads = [head for metric in metrics for head in ((metric, "paper") if of_paper else (metric,))]
-        table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit")
-        measured: dict[tuple[int, int, str], list[str]] = {}
-        for row in (row for row in rows if row["dataset"] == dataset):
-            ours, cells = row["ours"], []
-            for of in ours["measured"] if ours else ():
-                measured.setdefault(of, []).append(row["method"])
-            for metric in metrics:
-                cells.append(_shown(ours and ours[metric]))
-                if of_paper:
-                    cells.append(f"{row['paper'][metric]:.4f}" if row["paper"] else "")
-            about = ["", "", ""]
-            if ours:
-                about = [f"{ours['validation']:.4f}", str(ours["seeds"]), f"{ours['minutes']:.0f}"]
-            table.add_row(row["method"], *cells, *about)
-        Console(width=180).print(table)
-        metric = DATASETS[dataset].metric
-        if errors := [row["ours"][metric]["error"] for row in rows if row["dataset"] == dataset and row["ours"]]:
-            _say(f"standard error of {metric} over users: at most {max(errors):.4f}")
-        for (users, corpus, machine_), names in measured.items():
-            _say(f"{', '.join(names)}: {users:,} users ranked over {corpus:,} items; {machine_}")
-        for line in (line for row in rows if row["dataset"] == dataset for line in row["differs"]):
-            _say(line)
-
-
-def _say(line: str) -> None:
-    Console().print(line, highlight=False, soft_wrap=True)
-
-
-def _shown(of: Mapping[str, Any] | None) -> str:
-    if not of:
-        return ""
-    deviation = "" if of["deviation"] is None else f" ± {of['deviation']:.4f}"
-    return f"{of['mean']:.4f}{deviation}"
+def show(dataset: str, methods: Sequence[str], options: Options) -> None:
+    """Prints the table of a dataset, whose cells are trained first where that is asked for."""
+    metrics, published = columns(options.table, dataset), PAPER[options.table][dataset]
+    of_paper, error = any(published.values()), 0.0
+    heads = [head for metric in metrics for head in ((metric, "paper") if of_paper else (metric,))]
+    table = Table("method", *heads, "validation", "seeds", "minutes", title=f"{dataset}, refit")
+    measured: dict[str, list[str]] = {}
+    for method in methods:
+        results = [result(Cell(dataset, method, seed), options) for seed in range(options.seeds)]
+        found = [of for of in results if of is not None]
+        ours = summary(found, metrics) if found else {}
+        cells = []
+        figures = [f"{figure:.4f}" for figure in published[method]] or [""] * len(metrics)
+        for metric, figure in zip(metrics, figures, strict=True):
+            cells += [ours.get(metric, ""), *([figure] if of_paper else [])]
+        table.add_row(method, *cells, *(ours.get(name, "") for name in ("validation", "seeds", "minutes")))
+        error = max(error, ours.get("error", 0.0))
+        for of in found:
+            line = f"{of['users']:,} users ranked over {of['corpus']:,} items; {of['machine']}"
+            if method not in (names := measured.setdefault(line, [])):
+                names.append(method)
+    console = Console(width=200)
+    console.print(table)
+    lines = [f"{', '.join(names)}: {line}" for line, names in measured.items()]
+    if error:
+        lines.insert(0, f"standard error of {DATASETS[dataset].metric} over users: at most {error:.4f}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""A training step of MoL: the fused loss compared with other forms, and the time of a recipe's parts.
+"""A training step of MoL: the fused loss compared with other forms.
 
     python -m benchmarks.train_step [--peer PATH]
-    python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET
 
-The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
+It compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
 both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are shared by a
 sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout of
 github.com/bailuding/rails: its MoL module is compared with ours at the same sizes, in FP32 and 16 parts, with negatives
@@ -17,12 +16,10 @@ from typing import Literal
 
 import torch
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks import peer, recipe_step
-from benchmarks.measure import Spent, in_turn, machine, median, spent, spread
+from benchmarks import peer
+from benchmarks.measure import Spent, in_turn, machine, median, print_table, spent, spread
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
 from logitmix.modules.noise import Noise
@@ -44,25 +41,22 @@ class Options:
     positions: int = 25600
     negatives: int = 128
     repetitions: int = 3
-    recipe: str = ""
-    """Instead, show the time of each part of this recipe's training step."""
-    data: str = ""
-    """The recipe's prepared dataset, if it is not data.path."""
-    steps: int = 5
-    """Training steps of the recipe, after two to warm up."""
 
 
 def main(options: Options) -> None:
-    if options.recipe:
-        recipe_step.main(options.recipe, options.data, options.steps)
-        return
     tasks: dict[str, partial[Spent]] = {}
     if options.peer:
         tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
     tasks |= {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
-    console = Console(width=120)
-    console.print(_compared(in_turn(tasks, options.repetitions), options))
-    console.print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.", highlight=False)
+    found = in_turn(tasks, options.repetitions)
+    base, rows = median(next(iter(found.values()))), []
+    for name, runs in found.items():
+        middle = median(runs)
+        ratios = f"{middle.cpu_s / base.cpu_s:.3f}", f"{middle.peak_mb / base.peak_mb:.3f}"
+        rows.append((name, spread([r.cpu_s for r in runs], 2), spread([r.peak_mb for r in runs], 0), *ratios))
+    title = f"Towers and loss, forward and backward: {options.positions} positions x {options.negatives} negatives"
+    print_table(("", "CPU s", "peak MB", "time / the first", "memory / the first"), rows, title)
+    print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.")
 
 
 BF16 = computes_bf16(torch.device("cpu"))
@@ -116,18 +110,6 @@ def _batch(row_T: Tensor, negatives: int, share: Share) -> tuple[Tensor, Example
     named = torch.randint(ITEMS, (len(row_T) + (len(bounds) - 1) * negatives,))
     id_V, index = named.unique(return_inverse=True)
     return id_V, Examples(row_T, index[: len(row_T)], bounds, index[len(row_T) :].view(-1, negatives))
-
-
-def _compared(forms: dict[str, list[Spent]], options: Options) -> Table:
-    reference = next(iter(forms))
-    title = f"Towers and loss, forward and backward: {options.positions} positions x {options.negatives} negatives"
-    table = Table("", "CPU s", "peak MB", "its time /", "its memory /", title=title, caption=f"/ {reference}")
-    base = median(forms[reference])
-    for name, runs in forms.items():
-        middle = median(runs)
-        ratios = (f"{middle.cpu_s / base.cpu_s:.3f}", f"{middle.peak_mb / base.peak_mb:.3f}")
-        table.add_row(name, spread([r.cpu_s for r in runs], 2), spread([r.peak_mb for r in runs], 0), *ratios)
-    return table
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Which runs benchmarks/equal_time.py trains, and which it takes as they are."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,16 +45,3 @@ def test_a_complete_run_of_other_settings_is_refused(tmp_path: Path, monkeypatch
     equal_time.spent_file(runs["start"]).unlink()
     equal_time.trained(tmp_path, "ml-100k", 8, 0)
     assert trained == every * 2
-
-
-def test_a_table_is_kept_with_what_it_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data/half").mkdir(parents=True)
-    (tmp_path / "data/half/dataset.json").touch()
-    monkeypatch.setattr(equal_time, "trained", lambda *of: {})
-    monkeypatch.setattr(equal_time, "table_rows", lambda found: [("mol", "3", "4", "0.1", "0.2", "0.3")])
-    monkeypatch.setattr(equal_time, "machine", lambda: "cores, commit abc")
-    equal_time.main(equal_time.Options("", "half", seeds=2, out=str(tmp_path), results=str(tmp_path)))
-    assert json.loads((tmp_path / "equal-time-half-64.json").read_text()) == {
-        "measured": "MovieLens-1M, half, times, D = 64, 2 seeds, 1 thread; cores, commit abc",
-        "rows": [{"": "mol", "CPU s": "3", "epochs": "4", "hr@10": "0.1", "hr@50": "0.2", "hr@200": "0.3"}],
-    }

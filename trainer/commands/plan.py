@@ -209,7 +209,7 @@ class JobPlan:
 CONTEXT = {"cuda": 2**30, "cpu": 2**23}
 """Bytes of a rank, about, that are no tensors: CUDA, NCCL and the code of kernels; TorchRec's objects."""
 FRAGMENTED = {"cuda": 1.0, "cpu": 1.5}
-"""Memory of a process by that of its step's tensors. Measured on CPU (benchmarks.estimates --memory), where the C
+"""Memory of a process by that of its step's tensors. Measured on CPU (benchmarks.estimates), where the C
 library puts tensors into what earlier ones of other sizes have left. Not known for a GPU."""
 
 

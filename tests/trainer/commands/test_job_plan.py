@@ -310,7 +310,7 @@ def test_ranks_without_a_sequence_are_told_of(recipe: str, capsys: pytest.Captur
 @pytest.mark.slow
 def test_memory_is_that_of_training() -> None:
     """On CPU, for three sizes."""
-    command = [sys.executable, "-m", "benchmarks.estimates", "--memory", "--json"]
+    command = [sys.executable, "-m", "benchmarks.estimates"]
     rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     assert len(rows) == 3
     for row in rows:
