@@ -13,8 +13,6 @@ COLORS = 8
 """Number of colors of the page; further groups reuse them."""
 POINTS = 300
 """Most points of a curve; with more rows, a point is the mean of several."""
-MARKED = 40
-"""Most points of a curve that are drawn as points."""
 SOFT, LINE, GROUP = "#facade", "#decade", "#c0ffe"
 """Colors that the SVG has where the page's variables --soft, --line and, before a digit, --c0 to --c7 are to be."""
 Curve = Sequence[tuple[float, float]]
@@ -29,7 +27,7 @@ STYLE = {
     "font.size": 9,
     "grid.color": LINE,
     "lines.linewidth": 1.4,
-    "lines.markersize": 3.5,
+    "lines.markersize": 2,
     "svg.fonttype": "none",
     "svg.hashsalt": "logitmix",
     "xtick.color": SOFT,
@@ -59,9 +57,7 @@ def chart(
         axes = figure.subplots()
         axes.set_xlabel(x_label)
         for group, curve in finite:
-            drawn = thinned(curve)
-            marker = "o" if len(drawn) <= MARKED else ""
-            axes.plot(*drawn.T, marker=marker, color=f"{GROUP}{group % COLORS}", clip_on=False)
+            axes.plot(*thinned(curve).T, marker="o", color=f"{GROUP}{group % COLORS}", clip_on=False)
         if best:
             value, x, group = best(points)
             beside = "bottom" if best is max else "top"
