@@ -57,6 +57,5 @@ def _check_cpu(file: Path, needed: list[str]) -> None:
         raise ValueError(f"{file} was compiled for {needed[0]}, and this is {here['architecture']}: export it here")
     if missing := [name for name in needed[1:] if here.get(name) is False]:
         raise ValueError(
-            f"{file} was compiled for a processor with {', '.join(missing)}, which this one has not: export it here, "
-            "or with --programs-cpu avx2"
+            f"{file} was compiled for a processor with {', '.join(missing)}, which this one has not: export it here"
         )

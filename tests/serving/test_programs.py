@@ -45,7 +45,6 @@ from logitmix.serving.request import Options
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.stored_table import StoredTable
 from logitmix.trainer.export import programs
-from logitmix.trainer.export.export import Extra
 from logitmix.trainer.export.programs import CascadeProgram, ItemProgram, QueryProgram
 from logitmix.trainer.export.update import update_items
 
@@ -479,31 +478,6 @@ def test_what_was_compiled_for_another_processor_is_not_loaded(served: Path, mon
         monkeypatch.setattr(loaded_programs, "capabilities", lambda: here | {needed[-1]: False})
         with pytest.raises(ValueError, match=f"for a processor with {needed[-1]}, which this one has not"):
             load_program(served, "cascade.aoti", trust=True)
-
-
-@pytest.mark.skipif(not hasattr(torch._inductor.config.cpp, "march"), reason="not in torch 2.11")
-def test_programs_can_be_compiled_for_any_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this processor has: it is a later one here, by its own word."""
-    later = {"architecture": "x86_64", "avx2": True, "avx512_f": True, "sha": True, "l2_cache_size": 5}
-    every = programs.programs_of
-    monkeypatch.setattr(programs, "programs_of", lambda of: {"query_tower": every(of)["query_tower"]})
-    monkeypatch.setattr(programs, "capabilities", lambda: later)
-    seen = []
-
-    def compiled(_: object, package_path: BytesIO) -> None:
-        seen.append((torch._inductor.config.cpp.march, torch._inductor.config.cpp.simdlen))
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    extras: list[Extra] = ["programs", "programs_avx2"]
-    model = small_model("dot", X, encoder=POOLED)
-    native, avx2 = (export_small(model, tmp_path / of, extras=[of]) for of in extras)
-    assert seen == [(None, None), ("x86-64-v3", 256)]
-    needed = [read_manifest(of)["files"]["programs/query_tower.aoti.pt2"]["cpu"] for of in (native, avx2)]
-    assert needed[0] == ["x86_64", "avx2", "avx512_f"]
-    assert "avx2" in needed[1] and not [name for name in needed[1] if name.startswith("avx512")]
-    monkeypatch.setattr(programs, "capabilities", lambda: {"architecture": "arm64"})
-    with pytest.raises(ValueError, match="--programs-cpu avx2 needs an x86-64 processor"):
-        export_small(model, tmp_path / "arm", extras=["programs_avx2"])
 
 
 def test_the_retriever_reads_no_program(served: Path) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from logitmix.common.mappings import counted, require
+from logitmix.common.mappings import counted
 from logitmix.common.storage import fetch_run, path_of
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import JSONOption, OverwriteOption, ProcessesOption, RunPlace, importing
@@ -44,18 +44,12 @@ class Arguments(OverwriteOption, JSONOption, ProcessesOption):
     """Leave out the items that are not in the table; histories may hold them."""
     faiss: bool = False
     """Also write the items' vectors as flat faiss indexes."""
-    faiss_hnsw: bool = False
-    """Also write them as HNSW graphs of faiss."""
-    faiss_ivfpq: bool = False
-    """Also write them as IVF-PQ indexes of faiss: half a byte a dimension."""
     vectors: bool = False
     """Also write them as Parquet, for engines that load their own."""
     onnx: bool = False
     """Also write the query tower as ONNX."""
     programs: bool = False
     """Also write the towers and the cascade as programs of torch.export and AOTInductor."""
-    programs_cpu: Literal["native", "avx2"] = "native"
-    """What AOTInductor compiles for: this machine, or every x86-64 processor with AVX2."""
 
     @property
     def catalog(self) -> "Catalog | None":
@@ -73,9 +67,6 @@ def run(words: list[str]) -> None:
         from logitmix.trainer.export.export import EXTRAS, Extra, export
 
     extras: list[Extra] = [name for name in EXTRAS if getattr(arguments, name, False)]
-    if arguments.programs_cpu == "avx2":
-        require(arguments.programs, "--programs-cpu", "avx2", "native without --programs")
-        extras[extras.index("programs")] = "programs_avx2"
     manifest = export(
         fetch_run(arguments.run),
         path_of(arguments.out),

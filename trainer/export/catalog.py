@@ -45,7 +45,6 @@ from logitmix.serving.items import CHUNK_ITEMS, ItemInputs, items_of, stored_typ
 from logitmix.serving.model import scales_of, trained_tower
 from logitmix.serving.texts import ABSENT, Texts
 from logitmix.trainer.export.columns import read_items, updated
-from logitmix.trainer.export.indexes import index_of
 from logitmix.trainer.prepare.features import as_in_requests, find_features
 from logitmix.trainer.prepare.joined import joins_of
 from logitmix.trainer.prepare.prepare import TITLE, titles_of
@@ -322,7 +321,10 @@ def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path
         entries[name] = files[old]
 
     for name in files:
-        renewed = name in (*numbered(items_file, files), IDS, COLUMNS, CARD) or index_of(name)
+        # Vectors for other engines begin with the name of their stage.
+        renewed = name in (*numbered(items_file, files), IDS, COLUMNS, CARD) or name.startswith(
+            ("similarity", "hindexer")
+        )
         # Nobody needs an extra that was removed.
         if not renewed and ((directory / name).exists() or not is_extra(name)):
             link(name, name)

@@ -47,14 +47,7 @@ from logitmix.trainer.export.card import Facts, read_facts, write_card
 from logitmix.trainer.export.catalog import Catalog, as_arrow, in_order, in_words, planned, texts_of, write_planned
 from logitmix.trainer.export.columns import dataset_columns, filter_columns
 from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
-from logitmix.trainer.export.programs import (
-    check_avx2_programs,
-    check_onnx,
-    check_programs,
-    write_avx2_programs,
-    write_onnx,
-    write_programs,
-)
+from logitmix.trainer.export.programs import check_onnx, check_programs, write_onnx, write_programs
 from logitmix.trainer.parallel.sharded_rows import own_range
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import SavedModel, load_saved
@@ -82,12 +75,11 @@ class _Maker(NamedTuple):
     """Writes it beside the other files of an export; returns the manifest's entries."""
 
 
-Extra = Literal["faiss", "faiss_hnsw", "faiss_ivfpq", "vectors", "onnx", "programs", "programs_avx2"]
+Extra = Literal["faiss", "vectors", "onnx", "programs"]
 EXTRAS: Mapping[Extra, _Maker] = {
     **{kind: _Maker(partial(check_index, kind), partial(write_index, kind)) for kind in INDEXES},
     "onnx": _Maker(check_onnx, write_onnx),
     "programs": _Maker(check_programs, write_programs),
-    "programs_avx2": _Maker(check_avx2_programs, write_avx2_programs),
 }
 
 

@@ -1,13 +1,10 @@
-"""The items' vectors of an export for other engines of nearest neighbors: indexes of faiss, a Parquet file for those
-that load their own, and Qdrant.
+"""The items' vectors of an export for other engines of nearest neighbors: flat indexes of faiss, a Parquet file for
+engines that load their own, and Qdrant.
 
 Axes: N items of a chunk, X items, H width of a vector.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,108 +26,44 @@ if TYPE_CHECKING:
 
 CHUNK_ITEMS = 2**16
 """Items added to an index at once."""
-TRAINED_ON = 64
-"""Items that an IVF is trained on, for each of its lists."""
-PROBED = 16
-"""One in so many lists of an IVF is searched, unless who searches says otherwise."""
-LEAST_ITEMS = 256
-"""That product quantization can be trained on: as many as a byte has values."""
-EF = 1024
-"""Items that a search in an HNSW graph keeps in view, unless who searches says otherwise."""
 
-Index = Literal["faiss", "faiss_hnsw", "faiss_ivfpq", "vectors"]
+Index = Literal["faiss", "vectors"]
 
 
-Making = Callable[[Path, Contents, Callable[[], Iterator[Tensor]]], AbstractContextManager[Callable[[Tensor], None]]]
-"""Makes a file of vectors, which is complete when the context ends: from its path, the export and a function that
-yields all vectors, chunk by chunk, for what is trained on them. The context takes the FP32 vectors [N, H] of the next
-items."""
-
-
-@contextmanager
-def _in_faiss(
-    kind: str, file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]
-) -> Iterator[Callable[[Tensor], None]]:
-    """An index of inner products, whose ids are the items' indices. OSError if the disk is full."""
+def _write_faiss(file: Path, contents: Contents, stage: Stage) -> None:
+    """Writes a flat index of inner products, whose ids are the items' indices. OSError if the disk is full."""
     import faiss
 
-    H, X = next(vectors()).shape[1], contents.about.num_items
-    threads = faiss.omp_get_max_threads()
-    # Several threads would give another graph, and other lists, each time.
-    faiss.omp_set_num_threads(1)
-    try:
-        if kind == "flat":
-            index: Any = faiss.IndexFlatIP(H)
-        elif kind == "hnsw":
-            index = faiss.index_factory(H, "HNSW32", faiss.METRIC_INNER_PRODUCT)
-            index.hnsw.efSearch = EF
-        else:
-            index = _trained_ivfpq(faiss, H, X, vectors)
-        yield lambda vector_NH: index.add(vector_NH.numpy())
-    finally:
-        faiss.omp_set_num_threads(threads)
+    index: Any = faiss.IndexFlatIP(_width(contents, stage))
+    for vector_NH in _vectors(contents, stage):
+        index.add(vector_NH.numpy())
     try:
         faiss.write_index(index, str(file))
     except RuntimeError as error:
         raise OSError(f"{file} cannot be written: {error}") from None
 
 
-def _trained_ivfpq(faiss: Any, H: int, X: int, vectors: Callable[[], Iterator[Tensor]]) -> Any:
-    """Lists of products of quantizers of two dimensions each: H / 2 bytes an item."""
-    if X < LEAST_ITEMS:
-        raise ValueError(
-            f"an IVF-PQ index is trained on {LEAST_ITEMS} items, and the export has {X}; leave --faiss-ivfpq out"
-        )
-    lists = max(1, min(4 * math.isqrt(X), X // TRAINED_ON))
-    parts = H // 2 if H % 2 == 0 else H
-    # "np": training for polysemous codes takes a quarter of a minute, and nobody searches by them here.
-    index = faiss.index_factory(H, f"IVF{lists},PQ{parts}np", faiss.METRIC_INNER_PRODUCT)
-    index.pq.cp.min_points_per_centroid = 1  # fewer than 39 are good enough, and no reason for a warning
-    index.nprobe = max(1, lists // PROBED)
-    step = max(1, X // max(LEAST_ITEMS, TRAINED_ON * lists))
-    start, some = 0, []
-    for vector_NH in vectors():
-        some.append(vector_NH[-start % step :: step])
-        start += len(vector_NH)
-    index.train(torch.cat(some).numpy())
-    return index
-
-
-@contextmanager
-def _in_parquet(
-    file: Path, contents: Contents, vectors: Callable[[], Iterator[Tensor]]
-) -> Iterator[Callable[[Tensor], None]]:
-    H = next(vectors()).shape[1]
+def _write_parquet(file: Path, contents: Contents, stage: Stage) -> None:
+    H = _width(contents, stage)
     schema = pa.schema({"item": pa.int64(), "id": pa.string(), "vector": pa.list_(pa.float32(), H)})
     rows = enumerate(contents.raw_ids)
-
-    def add(vector_NH: Tensor) -> None:
-        index, ids = zip(*islice(rows, len(vector_NH)), strict=True)
-        vector = pa.FixedSizeListArray.from_arrays(pa.array(vector_NH.flatten().numpy()), H)
-        parquet.write_batch(pa.record_batch([pa.array(index), pa.array(ids), vector], schema=schema))
-
     with pq.ParquetWriter(file, schema, compression="none") as parquet:
-        yield add
+        for vector_NH in _vectors(contents, stage):
+            index, ids = zip(*islice(rows, len(vector_NH)), strict=True)
+            vector = pa.FixedSizeListArray.from_arrays(pa.array(vector_NH.flatten().numpy()), H)
+            parquet.write_batch(pa.record_batch([pa.array(index), pa.array(ids), vector], schema=schema))
 
 
-INDEXES: Mapping[Index, tuple[str, Making]] = {
-    "faiss": (".faiss", partial(_in_faiss, "flat")),
-    "faiss_hnsw": ("-hnsw.faiss", partial(_in_faiss, "hnsw")),
-    "faiss_ivfpq": ("-ivfpq.faiss", partial(_in_faiss, "ivfpq")),
-    "vectors": (".parquet", _in_parquet),
+INDEXES: Mapping[Index, tuple[str, Callable[[Path, Contents, Stage], None]]] = {
+    "faiss": (".faiss", _write_faiss),
+    "vectors": (".parquet", _write_parquet),
 }
 """Of each, how its files' names end, after the stage."""
 
 
-def index_of(name: str) -> Index | None:
-    """Which of INDEXES a file of an export is."""
-    ends = {f"{stage}{end}": index for index, (end, _) in INDEXES.items() for stage in ("similarity", "hindexer")}
-    return ends.get(name)
-
-
 def check_index(kind: Index, model: ModelConfig) -> None:
     """ValueError where faiss is needed and not installed, or no score of the model is a dot product of vectors."""
-    flag = f"--{kind.replace('_', '-')}"
+    flag = f"--{kind}"
     if kind != "vectors":
         try:
             import faiss  # noqa: F401
@@ -145,13 +78,10 @@ def check_index(kind: Index, model: ModelConfig) -> None:
 
 def write_index(kind: Index, staging: Path, contents: Contents) -> Entries:
     """Writes the vectors of all items: hindexer and, for dot products, similarity, each with the kind's ending."""
-    entries, (end, making) = Entries(), INDEXES[kind]
+    entries, (end, write) = Entries(), INDEXES[kind]
     for stage in _stages(contents.about.model):
-        file = staging / f"{stage}{end}"
-        with making(file, contents, partial(_vectors, contents, stage)) as add:
-            for vector_NH in _vectors(contents, stage):
-                add(vector_NH)
-        entries |= writer.extra_entry(staging, file.name)
+        write(staging / f"{stage}{end}", contents, stage)
+        entries |= writer.extra_entry(staging, f"{stage}{end}")
     return entries
 
 
@@ -180,8 +110,8 @@ def to_qdrant(
     own = next(of for of in (f"{name}-{contents.digest[:16]}", f"{name}-again") if of != before)
     # One that is there already is what is left of a writer that was killed.
     client.delete_collection(own)
-    H = next(_vectors(contents, stage)).shape[1]
-    client.create_collection(own, vectors_config=models.VectorParams(size=H, distance=models.Distance.DOT))
+    size = _width(contents, stage)
+    client.create_collection(own, vectors_config=models.VectorParams(size=size, distance=models.Distance.DOT))
     every = (vector_H for vector_NH in _vectors(contents, stage) for vector_H in vector_NH.tolist())
     rows = enumerate(zip(every, islice(contents.raw_ids, X), more, strict=True))
     points = (models.PointStruct(id=at, vector=of, payload={**more, "id": id_}) for at, (of, id_, more) in rows)
@@ -203,6 +133,10 @@ def _vectors(contents: Contents, stage: Stage) -> Iterator[Tensor]:
     items = Items(shards, torch.device("cpu"), range(len(shards) - bool(about.removed)))
     for _, (vector_NH,) in items.all(stage, CHUNK_ITEMS):
         yield vector_NH.float().contiguous()
+
+
+def _width(contents: Contents, stage: Stage) -> int:
+    return next(_vectors(contents, stage)).shape[1]
 
 
 def _stages(model: ModelConfig) -> list[Stage]:

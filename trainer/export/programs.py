@@ -59,8 +59,6 @@ ONNX_BYTES = 2**31 - 2**24
 VECTOR = "item_vector"
 _EMITTED = re.compile(r"avx.*|fma.*|f16c|bmi2?|lzcnt|popcnt|sse4_[12]|ssse3|sse3")
 """Instruction sets of x86-64 that a compiler uses where it may."""
-_AVX2 = ("sse3", "ssse3", "sse4_1", "sse4_2", "popcnt", "avx", "avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt")
-"""Those of x86-64-v3."""
 
 
 @dataclass(frozen=True)
@@ -289,23 +287,6 @@ def check_programs(model: ModelConfig) -> None:
         raise ValueError(f"--programs needs a C++ compiler, and there is no {compiler}: install g++, or set CXX to one")
 
 
-def check_avx2_programs(model: ModelConfig) -> None:
-    """ValueError without a C++ compiler, or where it cannot be told what to compile for."""
-    import torch._inductor.config
-
-    check_programs(model)
-    if capabilities()["architecture"] != "x86_64" or not hasattr(torch._inductor.config.cpp, "march"):
-        raise ValueError("--programs-cpu avx2 needs an x86-64 processor, and torch 2.13 or later")
-
-
-def write_avx2_programs(staging: Path, contents: Contents) -> Entries:
-    """As `write_programs`, for every x86-64 processor with AVX2, whatever this one has."""
-    import torch._inductor.config
-
-    with torch._inductor.config.patch({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}):
-        return write_programs(staging, contents, ["x86_64", *_AVX2])
-
-
 def _this_cpu() -> list[str]:
     here = capabilities()
     there = [name for name in here if here[name] is True]
@@ -315,10 +296,10 @@ def _this_cpu() -> list[str]:
 
 
 @quietly()
-def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -> Entries:
+def write_programs(staging: Path, contents: Contents) -> Entries:
     """Writes programs/NAME.pt2 for torch.export.load and programs/NAME.aoti.pt2, compiled for this machine's
-    instruction set, which is that of `cpu` where it is given, for torch._inductor.aoti_load_package. ValueError if the
-    compiler fails, OSError if the disk is full."""
+    instruction set, for torch._inductor.aoti_load_package. ValueError if the compiler fails, OSError if the disk is
+    full."""
     # It takes a second to import.
     from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 
@@ -342,7 +323,7 @@ def write_programs(staging: Path, contents: Contents, cpu: Sequence[str] = ()) -
             with naming(staging / file):
                 (staging / file).write_bytes(buffer.getbuffer())
         entries |= writer.extra_entry(staging, plain)
-        entries |= writer.extra_entry(staging, compiled, cpu or _this_cpu())
+        entries |= writer.extra_entry(staging, compiled, _this_cpu())
     return entries
 
 

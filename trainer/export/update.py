@@ -12,7 +12,7 @@ from logitmix.serving.directory.format import CARD, Contents
 from logitmix.trainer.export.card import renew_card
 from logitmix.trainer.export.catalog import Catalog, Plan, planned, write_planned
 from logitmix.trainer.export.export import EXTRAS, about_new_items, write_extras
-from logitmix.trainer.export.indexes import index_of
+from logitmix.trainer.export.indexes import INDEXES
 
 
 def update_items(directory: Path, catalog: Catalog, said: Console | None = None) -> dict[str, int]:
@@ -37,7 +37,7 @@ def update_items(directory: Path, catalog: Catalog, said: Console | None = None)
 
 def _write(directory: Path, contents: Contents, plan: Plan) -> None:
     files = reader.read_manifest(directory)["files"]
-    kinds = list(dict.fromkeys(kind for name in files if (kind := index_of(name))))
+    kinds = [kind for kind, (end, _) in INDEXES.items() if f"hindexer{end}" in files or f"similarity{end}" in files]
     for kind in kinds:
         EXTRAS[kind].check(contents.about.model)
     with whole_directory(directory, writer.kept(directory, None)) as staging:

@@ -25,7 +25,7 @@ from logitmix.trainer.cli import main
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export import indexes
 from logitmix.trainer.export.export import export
-from logitmix.trainer.export.indexes import INDEXES, LEAST_ITEMS, check_index
+from logitmix.trainer.export.indexes import INDEXES, check_index
 from logitmix.trainer.export.update import update_items
 from logitmix.trainer.loop import train
 
@@ -96,7 +96,7 @@ def test_faiss_alone_finds_what_the_model_ranks(
 
 def test_added_items_are_in_the_indexes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = tmp_path / "served"
-    export(run, served, extras=["faiss"])
+    export(run, served, extras=["faiss", "vectors"])
     catalog = catalog_of(tmp_path, "item,price,brand\nnew-1,2,brand-1\nnew-2,3,brand-2\n")
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "faiss", None)
@@ -105,6 +105,7 @@ def test_added_items_are_in_the_indexes(run: Path, tmp_path: Path, monkeypatch: 
     assert Retriever.load(served).num_items == ITEMS
     update_items(served, catalog)
     assert faiss.read_index(str(served / "similarity.faiss")).ntotal == ITEMS + 2
+    assert pq.read_table(served / "similarity.parquet")["id"].to_pylist()[-1] == "new-2"
     assert_found(Retriever.load(served), *search(served, "similarity", tmp_path))
     assert_entries_fit(served)
     export(run, served, overwrite=True)
@@ -190,27 +191,6 @@ def test_of_several_ranks_the_first_makes_the_indexes(run: Path, tmp_path: Path)
 
 
 def test_the_command_makes_what_it_is_told_to(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["export", str(run), "--out", str(tmp_path / "served"), "--faiss"])
-    # Nothing of the indexes.
-    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "requests cannot filter by features of the items; this export can keep --filterable brand",
-        "the model was trained without item-id dropout",
-    ]
-    assert {path.name for path in tmp_path.glob("served/*.*s*")} >= {"similarity.faiss", "hindexer.faiss"}
-    assert not (tmp_path / "served" / "query_tower.onnx").exists()
-
-
-def test_added_items_are_in_all_kinds_of_indexes(run: Path, tmp_path: Path) -> None:
-    served = tmp_path / "served"
-    export(run, served, extras=["faiss_hnsw", "vectors"])
-    update_items(served, catalog_of(tmp_path, "item,price,brand\nnew-1,2,brand-1\n"))
-    assert faiss.read_index(str(served / "hindexer-hnsw.faiss")).ntotal == ITEMS + 1
-    assert pq.read_table(served / "similarity.parquet")["id"].to_pylist()[-1] == "new-1"
-    assert_entries_fit(served)
-    assert not (served / "hindexer.faiss").exists()
-
-
-def test_too_few_items_for_ivfpq_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"trained on {LEAST_ITEMS} items, and the export has {ITEMS}; leave --faiss-"):
-        export(run, tmp_path / "served", extras=["faiss_ivfpq"])
-    assert not list(tmp_path.iterdir())
+    main(["export", str(run), "--out", str(tmp_path / "served"), "--vectors"])
+    assert "faiss" not in capsys.readouterr().err
+    assert {path.name for path in tmp_path.glob("served/*.parquet")} == {"similarity.parquet", "hindexer.parquet"}
