@@ -28,7 +28,7 @@ from logitmix.trainer.evaluation.seen import Seen
 from logitmix.trainer.logs.logger import Logger
 from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.projector import write_projector
-from logitmix.trainer.logs.telemetry import Telemetry, doubtful_settings, start_block
+from logitmix.trainer.logs.telemetry import Telemetry, start_block
 from logitmix.trainer.parallel.optimizer import dense_optimizer
 from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
 from logitmix.trainer.run import checkpoint
@@ -140,8 +140,7 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
         if line := start_run(run, config, dataset, ranks):
             job.say(line)
         model = parallel_model(config, dataset.schema, ranks, restored=begun)
-        doubtful = doubtful_settings(config.train, config.model, len(batches.user_S), dataset.num_items)
-        said = "\n".join([start_block(dataset, model, why, of_data), *doubtful])
+        said = start_block(dataset, model, why, of_data)
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -24,10 +23,9 @@ from logitmix.comm.collectives import all_reduce_sum
 from logitmix.comm.exchange import QUALITY
 from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
-from logitmix.modules.config import ModelConfig
 from logitmix.modules.embeddings import own_name
 from logitmix.modules.model import losses_in_blocks
-from logitmix.modules.schema import RECENCY, USER
+from logitmix.modules.schema import RECENCY
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.logs.loggers import Loggers
@@ -37,15 +35,11 @@ from logitmix.trainer.parallel.plan import with_plan
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.step.pipeline import Pipeline, Skip
 
-FEW = 16
-"""Users of a rank below which a GPU has little to do."""
 SPIKE, LEAST_LOSSES = 6, 30
 DEVIATIONS_A_MAD = 1.4826
 """Of a normal distribution: the standard deviation as a multiple of the median absolute deviation."""
 SECONDS_BETWEEN_LINES = 15.0
 """At least, without a terminal to show a bar on."""
-NOTEBOOK_SECONDS = 0.5
-"""Between two states of the bar in a notebook."""
 
 
 class Telemetry:
@@ -64,16 +58,14 @@ class Telemetry:
         self.main = self.ranks.rank == 0
         self.last_step, self.last_examples = done.step, done.examples
         self.console = Console(stderr=True)
-        # rich shows a bar there by ipywidgets.
-        self.in_notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None
-        self.has_bar = self.console.is_terminal or self.in_notebook
+        # A notebook puts what is printed into the bar's place.
+        self.has_bar = self.console.is_terminal and not self.console.is_jupyter
         self.spikes = Spikes()
         self.pace = Pace(model.train, done, total_steps, minutes)
         self.shown, self.line, self.line_at = "", "", 0.0
         if self.main:
             line = TextColumn("{task.description}", table_column=Column(overflow="fold"))
-            # A notebook puts what is printed while another thread refreshes the bar into the bar's place.
-            self.bar = Progress(BarColumn(20), line, console=self.console, auto_refresh=not self.in_notebook)
+            self.bar = Progress(BarColumn(20), line, console=self.console)
             profile = model.train.profile
             self.trace = StepTrace(run, profile, done.step, self.say) if profile else None
             self.task = self.bar.add_task("starting", total=total_steps, completed=done.step)
@@ -111,11 +103,8 @@ class Telemetry:
             return
         self.line = self.pace.line(pipeline.step, pipeline.clock.elapsed, epoch, self.shown)
         self.bar.update(self.task, completed=pipeline.step, description=self.line)
-        since = time.monotonic() - self.line_at
-        if self.in_notebook and since >= NOTEBOOK_SECONDS:
-            self.bar.refresh()
-            self.line_at = time.monotonic()
-        if pipeline.wire_counts is not None and since >= SECONDS_BETWEEN_LINES and not self.has_bar:
+        is_due = time.monotonic() - self.line_at >= SECONDS_BETWEEN_LINES
+        if pipeline.wire_counts is not None and is_due and not self.has_bar:
             self._say_progress()
         if self.trace:
             self.trace.step()
@@ -148,7 +137,8 @@ class Telemetry:
             row["memory/peak_gib"] = torch.cuda.max_memory_allocated(self.ranks.device) / 2**30
         self.last_step, self.last_examples = pipeline.step, pipeline.examples
         if self.main:
-            if line := self.spikes.note(row["loss"], epoch.is_integer()):
+            # The last batch of an epoch has fewer sequences, and the mean over few varies more.
+            if not epoch.is_integer() and (line := self.spikes.note(row["loss"])):
                 self.say(f"step {pipeline.step:,}: {line}")
             self.loggers.row("train", pipeline.step, row | self._diagnostics(pipeline))
             self.shown = f"loss {row['loss']:.4f}  {row['examples_per_second']:,.0f} examples/s  "
@@ -188,20 +178,13 @@ class Telemetry:
 
 
 class Spikes:
-    """Notes the logged losses, and finds those that stand far above the last ones.
-
-    The last batch of an epoch has fewer sequences than the others, and the mean over few varies more: it is left out,
-    unless only such batches are logged.
-    """
+    """Notes the logged losses, and finds those that stand far above the last ones."""
 
     def __init__(self) -> None:
-        self.losses, self.only_last = deque[float](maxlen=100), True
+        self.losses = deque[float](maxlen=100)
 
-    def note(self, loss: float, ends_epoch: bool = False) -> str:
+    def note(self, loss: float) -> str:
         """What to say of a loss that is so many deviations above the median of the last ones; else nothing."""
-        self.only_last = self.only_last and ends_epoch
-        if ends_epoch and not self.only_last:
-            return ""
         last = list(self.losses)
         self.losses.append(loss)
         if len(last) < LEAST_LOSSES:
@@ -278,12 +261,8 @@ def start_block(
     features = settings.features
     if (getattr(settings.encoder, "times", False) or RECENCY in features) and not dataset.unit_of_times():
         block["times"] = "of no known unit, such as positions: the model takes their differences for times"
-    each = train.batch_size // ranks.world_size
     if line := idle_ranks(train.batch_size, ranks.world_size):
         block["batch"] = line
-    elif device == "cuda" and ranks.world_size > 1 and each < FEW:
-        block["batch"] = f"{each} users a rank keep no GPU busy; --scale {ranks.world_size} trains with as many as the "
-        block["batch"] += "recipe has for one, and with learning rates to match (docs/scale.md)"
     if item_valued := dataset.schema.only(features).item_valued:
         block["export"] = f"not possible: {', '.join(item_valued)} and the item ids share a table"
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -302,34 +281,6 @@ def idle_ranks(batch_size: int, world_size: int) -> str:
         f"(train.batch_size): --scale {world_size} gives each rank as many as the recipe has for one "
         f"(docs/scale.md), or use {counted(batch_size, 'rank')}"
     )
-
-
-def doubtful_settings(train: TrainConfig, model: ModelConfig, sequences: int, items: int) -> list[str]:
-    """Lines about settings that are too large for so many sequences and items, or do nothing beside the others."""
-    loss, lines = model.loss, list[str]()
-    for name, used, needs in (
-        ("user_id_dropout", USER in model.features, f"{USER} in model.features"),
-        ("wanted_dropout", model.wanted, "model.wanted"),
-    ):
-        if getattr(model, name) != getattr(ModelConfig, name) and not used:
-            lines.append(f"model.{name} is {getattr(model, name):g}, which does nothing without {needs}")
-    steps = max(1, round(train.epochs * -(-sequences // train.batch_size)))
-    if train.batch_size > sequences:
-        lines.append(
-            f"train.batch_size is {train.batch_size:,}, more than the {counted(sequences, 'sequence')} that there are: "
-            "each step is an epoch"
-        )
-    if train.warmup_steps > steps:
-        lines.append(
-            f"train.warmup_steps is {train.warmup_steps:,}, and the run has {counted(steps, 'step')}: the learning "
-            f"rates rise to {steps / train.warmup_steps:.2g} of what they are set to"
-        )
-    if loss.negatives > items and loss.share == "batch":
-        lines.append(
-            f"model.loss.negatives is {loss.negatives:,}, more than the {counted(items, 'item')} that there are: 0 "
-            "takes each of them once"
-        )
-    return lines
 
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:
