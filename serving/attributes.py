@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from logitmix.common.files import from_json
 from logitmix.common.mappings import counted, nearest
 from logitmix.common.messages import prefixed
 from logitmix.common.values import id_text
@@ -19,15 +18,14 @@ Changes = dict[str, dict[str, float | str | None]]
 
 
 def read_changes(file: Path, columns: Mapping[str, Column]) -> Changes:
-    """From CSV with a header, whose ids are in the column `item` or the first one, or from JSON lines, objects with
-    `item`. Of several lines of an item, the last one that has a column counts. ValueError that names the line for what
-    is none of these, other columns, and values of another kind."""
+    """From CSV with a header, whose ids are in the column `item` or the first one. Of several lines of an item, the
+    last one counts. ValueError that names the line for what is no CSV, other columns, and values of another kind."""
     with prefixed(f"{file} cannot be read: ", (OSError, UnicodeError)):
         text = file.read_text(encoding="utf-8-sig")
     if text and not text.endswith("\n"):
         raise ValueError(f"{file}: its last line has no end; write the whole beside it, and then rename that")
     changes: Changes = {}
-    for number, raw_id, row in _of_csv(file, text) if file.suffix == ".csv" else _of_json(file, text):
+    for number, raw_id, row in _rows(file, text):
         with prefixed(f"{file}, line {number}: "):
             known = changes.setdefault(id_text(raw_id), {})
             for name, given in row.items():
@@ -39,7 +37,7 @@ def read_changes(file: Path, columns: Mapping[str, Column]) -> Changes:
     return changes
 
 
-def _of_csv(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+def _rows(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
     """Line, raw id, and the other fields of each row."""
     rows = csv.reader(text.splitlines(keepends=True), strict=True)
     try:
@@ -52,16 +50,6 @@ def _of_csv(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
             yield rows.line_num, fields.pop(header[at]), fields
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{file}, line {rows.line_num}: {error}") from None
-
-
-def _of_json(file: Path, text: str) -> Iterator[tuple[int, Any, dict[str, Any]]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            with prefixed(f"{file}, line {number}: not JSON: "):
-                found = from_json(line)
-            if not isinstance(found, dict) or ITEM not in found:
-                raise ValueError(f"{file}, line {number}: {line:.40} is no object with {ITEM!r}")
-            yield number, found.pop(ITEM), found
 
 
 def with_changes(columns: Mapping[str, Column], raw_ids: Texts, changes: Changes) -> tuple[dict[str, Column], str]:

@@ -11,13 +11,12 @@ Axes: B queries, N keys of each.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from fastapi import FastAPI
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Settings):
@@ -50,8 +47,6 @@ class Arguments(Settings):
     """Serving directory, at an absolute path that all nodes have or at a URL."""
     shards: int
     """Parts into which the items are divided, each with a deployment of its own."""
-    allow_partial: bool = False
-    """Answer without the items of shards that are missing, and say so; 503 otherwise."""
     shard_seconds: float = 5.0
     """Seconds for a shard to answer, after which it is missing."""
     cpus: float = 1.0
@@ -69,15 +64,15 @@ class Arguments(Settings):
         """Reads the export. ValueError if there is no intact one."""
         load_plugins(self.plugins, "plugins")
         saying = partial(say_of, say, who)
-        return LiveExport(path_of(self.directory), saying, group, self.deltas_path, None, *self.conditions)
+        return LiveExport(path_of(self.directory), saying, group, self.deltas_path, *self.conditions)
 
 
 class Shard:
     """Ranks a part of the items for fronts."""
 
     def __init__(self, arguments: Arguments, number: int) -> None:
-        self._group = Group(rank=number, size=arguments.shards)
-        self._export = arguments.export(self._group, f"shard {number + 1}/{arguments.shards}")
+        self._turn = Lock()
+        self._export = arguments.export(Group(number, arguments.shards), f"shard {number + 1}/{arguments.shards}")
         self._former = self._export.retriever
         Thread(target=self._watch, daemon=True).start()
 
@@ -115,7 +110,7 @@ class Shard:
         """Returns what a stage of the Ranker, "stage_1" or "stage_2", finds among this shard's part of the items."""
 
         def ranked() -> Tensor | None:
-            with self._group.turn:
+            with self._turn:
                 found: Tensor | None = getattr(self._of(task.digest), stage)(task, *keys_BN)
                 return found
 
@@ -125,81 +120,67 @@ class Shard:
 class Shards(Group):
     """The shards, as a front sees them, which has no items of its own."""
 
-    alone = False
-    checked = (0, 1)
-    has_shards = True
+    asks_shards = True
 
-    def __init__(
-        self, shards: "Sequence[DeploymentHandle]", say: Callable[[str], object], allow_partial: bool, seconds: float
-    ) -> None:
+    def __init__(self, shards: "Sequence[DeploymentHandle]", say: Callable[[str], object], seconds: float) -> None:
         """Makes a group of shards.
 
         Args:
             shards: Handles of the shards' deployments, in the order of their parts.
             say: What is told of shards that go missing and come back.
-            allow_partial: Whether there are answers without the items of shards that are missing.
             seconds: How long a shard may take for a stage of an answer.
         """
         super().__init__()
-        self.size, self._shards = len(shards), shards
-        self._say, self._allow_partial, self._seconds = say, allow_partial, seconds
-        self._newest = [""] * self.size
+        self._shards, self._say, self._seconds = shards, say, seconds
+        self._newest = [""] * len(shards)
         """By shard, the digest of the export that it read last."""
-        self._problems = [""] * self.size
+        self._problems = [""] * len(shards)
         """By shard, why its items are missing."""
 
     def part(self, whole: range) -> range:
         return whole[:0]
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(number for number, problem in enumerate(self._problems) if problem)
-
-    @property
-    def refusal(self) -> str:
-        missing = self.missing
-        if not missing or (self._allow_partial and len(missing) < self.size):
-            return ""
-        return "; ".join(f"shard {number + 1}/{self.size} is missing: {self._problems[number]}" for number in missing)
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        yield  # shards keep nothing between two calls
-
-    def first(self, action: Callable[[], T]) -> T:
-        return action()
+    def refusal(self) -> str:  # type: ignore[override]
+        missing = [number for number, problem in enumerate(self._problems) if problem]
+        return "; ".join(f"{self._name(number)} is missing: {self._problems[number]}" for number in missing)
 
     def best(self, task: Task, kept: int | None, k: int) -> Tensor:
-        self._require()
-        asked: dict[int, tuple[Any, ...]] = {at: ("stage_1", task) for at in range(self.size) if not self._problems[at]}
-        keys: dict[int, Any] = self._ask("rank", asked) if kept else dict.fromkeys(asked)
-        if kept and keys:
-            least_B = least_key(torch.cat(list(keys.values()), dim=1), kept)
-            keys = {number: at_least(least_B, keys_BN) for number, keys_BN in keys.items()}
-        best = self._ask("rank", {number: ("stage_2", task, keys_BN) for number, keys_BN in keys.items()})
-        self._require()
-        self.missed = tuple(sorted({*self.missed, *range(self.size)}.difference(best)))
-        return torch.cat(list(best.values()), dim=1).topk(k).values
+        """Returns keys [B, k] of the best items of all shards. Raises ShardsLost if one does not answer.
+
+        Args:
+            task: What is asked.
+            kept: How many items stage 1 keeps; None if it is not asked.
+            k: The number of items.
+        """
+        keys: list[Any] = [None] * len(self._shards)
+        if kept:
+            keys = self._ranked([("stage_1", task)] * len(self._shards))
+            least_B = least_key(torch.cat(keys, dim=1), kept)
+            keys = [at_least(least_B, keys_BN) for keys_BN in keys]
+        return torch.cat(self._ranked([("stage_2", task, of) for of in keys]), dim=1).topk(k).values
 
     def look_after(self, digest: str) -> None:
-        for number, (newest, problem) in self._ask("status", dict.fromkeys(range(self.size), (digest,))).items():
+        for number, (newest, problem) in self._ask("status", [(digest,)] * len(self._shards)).items():
             self._newest[number] = newest
             self._note(number, problem)
 
     def all_have(self, digest: str) -> bool:
         return all(newest == digest or problem for newest, problem in zip(self._newest, self._problems, strict=True))
 
-    def _require(self) -> None:
-        """Raises ShardsLost if shards are missing without which no answer is given."""
-        if refusal := self.refusal:
-            raise ShardsLost(refusal)
+    def _ranked(self, asked: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+        """What all shards return. Raises ShardsLost if one is known to be missing, or does not answer."""
+        found = {} if self.refusal else self._ask("rank", asked)
+        if self.refusal:
+            raise ShardsLost(self.refusal)
+        return list(found.values())
 
-    def _ask(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Calls a method of shards at once; returns, by shard, what comes of it. Those that do not answer in time are
-        missing until they do."""
+    def _ask(self, method: str, asked: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+        """Calls a method of all shards at once; returns, by shard, what comes of it. Those that do not answer in time
+        are missing until they do."""
         until, found = time.monotonic() + self._seconds, dict[int, Any]()
-        calls = {number: getattr(self._shards[number], method).remote(*given) for number, given in asked.items()}
-        for number, call in calls.items():
+        calls = [getattr(shard, method).remote(*given) for shard, given in zip(self._shards, asked, strict=True)]
+        for number, call in enumerate(calls):
             try:
                 found[number] = call.result(timeout_s=max(0.0, until - time.monotonic()))
             except TimeoutError:
@@ -212,8 +193,11 @@ class Shards(Group):
 
     def _note(self, number: int, problem: str) -> None:
         if problem != self._problems[number]:
-            self._say(f"shard {number + 1}/{self.size} {f'is missing: {problem}' if problem else 'answers'}")
+            self._say(f"{self._name(number)} {f'is missing: {problem}' if problem else 'answers'}")
         self._problems[number] = problem
+
+    def _name(self, number: int) -> str:
+        return f"shard {number + 1}/{len(self._shards)}"
 
 
 class Front:
@@ -221,7 +205,7 @@ class Front:
 
     def __init__(self, arguments: Arguments, *shards: "DeploymentHandle") -> None:
         self._settings = arguments
-        group = Shards(shards, say, arguments.allow_partial, arguments.shard_seconds)
+        group = Shards(shards, say, arguments.shard_seconds)
         # Shards are asked, and Ray Serve lets no one wait for them in its event loop.
         with ThreadPoolExecutor(1) as thread:
             self._export = thread.submit(arguments.export, group, "front").result()

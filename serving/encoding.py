@@ -43,12 +43,9 @@ class Encoder:
         unknown = ItemInputs(tables[ITEM].fetch(torch.zeros(1, dtype=torch.int64)), reader.read("item", [{}], [""]))
         self._unknown_1D = unknown.embed(tower, tables).vector_RD
 
-    def check_features(self, asked: Asked) -> None:
-        """ValueError, with the request's number, if a feature has no such value or is none of the model's."""
-        self._values([asked], self._encoded([asked]))
-
     def queries(self, asked: list[Asked]) -> Sides:
-        """The sides of B requests for both stages. ValueError as `check_features` raises it."""
+        """The sides of B requests for both stages. ValueError, with the request's number, if a feature has no such
+        value or is none of the model's."""
         encoded = self._encoded(asked)
         values = self._values(asked, encoded)
         item_T = torch.tensor([item for items in encoded for item in items])
@@ -86,19 +83,10 @@ def _packed_times(asked: list[Asked], encoded: list[list[int]]) -> tuple[Tensor,
     return torch.tensor(time_T, dtype=torch.int64), torch.tensor(asked_T, dtype=torch.int64)
 
 
-def finite(sides: Sides) -> list[bool]:
-    """Which queries or items are finite; the numbers among their features may be too large for that."""
-    parts = [*sides.similarity, *(sides.hindexer or ())]
-    found: list[bool] = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0).tolist()
-    return found
-
-
 def require_finite(sides: Sides, names: Sequence[str]) -> None:
     """ValueError that names the first query or item that is not finite."""
-    for name, is_finite in zip(names, finite(sides), strict=True):
+    parts = [*sides.similarity, *(sides.hindexer or ())]
+    finite = torch.stack([part.isfinite().flatten(1).all(1) for part in parts]).all(0).tolist()
+    for name, is_finite in zip(names, finite, strict=True):
         if not is_finite:
-            raise ValueError(too_large(name))
-
-
-def too_large(name: str) -> str:
-    return f"{name}: a number among its features is too large"
+            raise ValueError(f"{name}: a number among its features is too large")

@@ -217,8 +217,8 @@ class Items:
     """The items' vectors and their sides of both stages."""
 
     def __init__(self, shards: Sequence[ItemShard], device: torch.device, own: range | None = None) -> None:
-        """`shards` of consecutive items, which may be on several devices; inputs and results are on `device`. Of those
-        that are not `own` (by number), only single rows are read: another process ranks them."""
+        """`shards` of consecutive items, on `device`. Of those that are not `own` (by number), only single rows are
+        read: another process ranks them."""
         self.shards, self.device = shards, device
         self.starts = torch.tensor([0, *map(len, shards)]).cumsum(0)
         self._own = range(len(shards)) if own is None else own
@@ -226,12 +226,7 @@ class Items:
     def rows(self, index_T: Tensor) -> Tensor:
         """Vectors [T, D] of items in any order."""
         row_TD = torch.empty(len(index_T), self.shards[0].tower.config.dim, device=self.device)
-
-        def read(number: int, index_N: Tensor) -> Tensor:
-            shard = self.shards[number]
-            return shard.vectors(index_N.to(_device(shard))).to(self.device)
-
-        return gather(index_T, self.starts, read, row_TD)
+        return gather(index_T, self.starts, lambda number, index_N: self.shards[number].vectors(index_N), row_TD)
 
     def sides(self, index_N: Sequence[int]) -> Side:
         """The similarity's sides of a few items, in any order."""
@@ -239,18 +234,13 @@ class Items:
         for index in index_N:
             number = int(torch.searchsorted(self.starts, index, right=True)) - 1
             place = index - int(self.starts[number])
-            side = self.shards[number].side("similarity", place, place + 1)
-            found.append([part.to(self.device) for part in side])
+            found.append(self.shards[number].side("similarity", place, place + 1))
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
     @property
     def own(self) -> range:
         """The items that this process ranks."""
-        return self.of_shards(self._own)
-
-    def of_shards(self, numbers: range) -> range:
-        """The items of consecutive shards."""
-        return range(int(self.starts[numbers.start]), int(self.starts[numbers.stop]))
+        return range(int(self.starts[self._own.start]), int(self.starts[self._own.stop]))
 
     def all(self, stage: Stage, chunk: int) -> Iterator[Chunk]:
         """All own items, at most `chunk` at a time."""
@@ -260,9 +250,8 @@ class Items:
     def all_scores(self, query: Side, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Indices [N] of at most `chunk` items, and the similarity FP32 [B, N] of B queries with them; in turn for all
         own items."""
-        moved = _on_devices(self.shards, query)
         for shard, first, stop, index_N in self._ranges(chunk):
-            yield index_N, shard.all_scores(moved[_device(shard)], first, stop).to(self.device)
+            yield index_N, shard.all_scores(query, first, stop)
 
     def _ranges(self, chunk: int) -> Iterator[tuple[ItemShard, int, int, Tensor]]:
         """Parts of shards, at most `chunk` items each: first and last place in the shard, and the items' indices."""
@@ -280,25 +269,12 @@ class Items:
         score_BK = torch.full((B, K), -torch.inf, device=index_BK.device)
         found_BK = index_BK.masked_fill(index_BK < 0, int(self.starts[-1]))
         bound_BS = torch.searchsorted(found_BK, self.starts.to(index_BK.device).expand(B, -1).contiguous()).tolist()
-        moved, found = _on_devices(self.shards, query), []
         for number, (shard, start) in enumerate(zip(self.shards, self.starts.tolist(), strict=False)):
             ranges = [(bound_S[number], bound_S[number + 1]) for bound_S in bound_BS]
             bounds = [0, *accumulate(stop - first for first, stop in ranges)]
             if bounds[-1]:
                 item_P = torch.cat([index_BK[b, first:stop] for b, (first, stop) in enumerate(ranges)]) - start
-                device = _device(shard)
-                found.append((ranges, bounds, shard.scores(moved[device], item_P.to(device), bounds)))
-        # Only now: a copy from one device waits for it, and the others have their work by then.
-        for ranges, bounds, score_P in found:
-            score_P = score_P.to(index_BK.device)
-            for b, (first, stop) in enumerate(ranges):
-                score_BK[b, first:stop] = score_P[bounds[b] : bounds[b + 1]]
+                score_P = shard.scores(query, item_P, bounds)
+                for b, (first, stop) in enumerate(ranges):
+                    score_BK[b, first:stop] = score_P[bounds[b] : bounds[b + 1]]
         return score_BK
-
-
-def _device(shard: ItemShard) -> torch.device:
-    return next(shard.tower.parameters()).device
-
-
-def _on_devices(shards: Sequence[ItemShard], query: Side) -> dict[torch.device, Side]:
-    return {device: tuple(part.to(device) for part in query) for device in {_device(shard) for shard in shards}}

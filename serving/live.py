@@ -1,10 +1,8 @@
 """The export in a directory while it answers: a new one published in its place takes over, and deltas are applied."""
 
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
@@ -19,8 +17,7 @@ from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, stamp
 from logitmix.serving.group import Group
-from logitmix.serving.retriever import Missing, Retriever
-from logitmix.serving.texts import Texts
+from logitmix.serving.retriever import Retriever
 
 SEARCH_SECONDS = 1.0
 """Most time of a search."""
@@ -48,15 +45,14 @@ class LiveExport:
         say: Callable[[str], object],
         group: Group | None = None,
         deltas: Path | None = None,
-        shared: Path | None = None,
         where: str = "",
         attributes: Path | None = None,
     ) -> None:
-        """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `shared` and `where` are as
-        of the Retriever. The values in the file `attributes` take the place of those of filterable columns. Raises
-        ValueError if there is no intact export, or no such folder or file."""
+        """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `where` is as of the
+        Retriever. The values in the file `attributes` take the place of those of filterable columns. Raises ValueError
+        if there is no intact export, or no such folder or file."""
         self._directory, self.say, self._group, self._deltas = directory, say, group or Group(), deltas
-        self._shared, self._where = shared, where
+        self._where = where
         if attributes and not attributes.is_file():
             raise ValueError(f"there is no file {attributes}; make it, or give another --attributes")
         self._attributes, self._turn = attributes, Lock()
@@ -146,11 +142,6 @@ class LiveExport:
         self._ended.set()
 
     @property
-    def missing(self) -> Missing:
-        """What of the items is out of reach now, as of the Retriever's."""
-        return self.retriever.without(self._group.missing)
-
-    @property
     def refusal(self) -> str:
         """Why nothing is answered now; empty if it is."""
         return self._group.refusal
@@ -172,7 +163,7 @@ class LiveExport:
             contents = self._contents()
             if self._made and self._made[0] is contents:
                 return self._made[1]
-            retriever = Retriever(contents, group=self._group, shared=self._shared, where=self._where)
+            retriever = Retriever(contents, group=self._group, where=self._where)
             retriever.warm_up()
             if self._attributes:
                 self._change(retriever)
@@ -219,7 +210,7 @@ class LiveExport:
         if self._base and self._base[0] == there:
             contents = self._base[1]
         else:
-            contents = read(self._directory, *self._group.checked)
+            contents = read(self._directory, self._group.rank, self._group.size)
         if self._deltas:
             found, refused = chain(self._deltas, contents.digest, contents.delta or None)
             contents, problem = all_applied(contents, found)
@@ -231,72 +222,28 @@ class LiveExport:
 def search(retriever: Retriever, query: str, limit: int) -> dict[str, Any]:
     """`items` that have each word of the query in their id or title, as {"id": raw id, "title": title, "columns":
     {name: value}}, first the one whose id the query is, then those with most actions, if there is such a column; all
-    items for an empty query. Where there are none, those that have words that differ from the query's by one letter, or
-    by two that are exchanged. At most `limit`, of the first MOST_FOUND, and what a second suffices for; whether there
-    may be `more`. Also the kinds of all `columns`, and `most_score`, the largest score that can be; None if it is not
-    known."""
+    items for an empty query. At most `limit`, of the first MOST_FOUND, and what a second suffices for; whether there
+    may be `more`, and the kinds of all `columns`."""
     retriever.files.check()
-    deadline = time.monotonic() + SEARCH_SECONDS
-    exact, words, actions = retriever.raw_ids.find(query), query.split(), retriever.filters.columns.get(ACTIONS)
-    in_order = actions is not None and actions.kind == "number"
-    most = max(limit, MOST_FOUND) if in_order else limit
-    places, searched = _places(retriever, words, most, deadline, Texts.containing)
-    if not (places or (exact is not None and exact < retriever.num_items)):
-        places, searched = _places(retriever, words, most, deadline, _nearly_having)
-    if actions is not None and in_order:
-        at = torch.tensor(places, dtype=torch.int64) if words else torch.arange(retriever.num_items)
-        order = actions.values[at].nan_to_num(-1).argsort(descending=True, stable=True)
-        places = at[order[: limit + 1]].tolist()
-    if exact is not None and exact < retriever.num_items:
+    deadline, count = time.monotonic() + SEARCH_SECONDS, retriever.num_items
+    ids, titles, words = retriever.raw_ids, retriever.titles, query.split()
+    exact, actions = ids.find(query), retriever.filters.columns.get(ACTIONS)
+    places, searched = list[int](), 0 if words else count
+    while searched < count and len(places) <= max(limit, MOST_FOUND) and time.monotonic() < deadline:
+        stop = min(searched + _WINDOW, count)
+        found = set(range(searched, stop))
+        for word in words:
+            found &= {item for of in (ids, titles) if of for item in of.containing(word, searched, stop)}
+        places += sorted(found)
+        searched = stop
+    place_N = torch.tensor(places, dtype=torch.int64) if words else torch.arange(count)
+    if actions is not None and actions.kind == "number":
+        place_N = place_N[actions.values[place_N].nan_to_num(-1).argsort(descending=True, stable=True)]
+    places = place_N[: limit + 1].tolist()
+    if exact is not None and exact < count:
         places = [exact, *(place for place in places if place != exact)]
-    ids, titles = retriever.raw_ids, retriever.titles
     shown = [
         {"id": ids[item], "title": titles[item] if titles else None, "columns": retriever.values(item)}
         for item in places[:limit]
     ]
-    return {
-        "items": shown,
-        "more": searched < retriever.num_items or len(places) > limit,
-        "columns": retriever.kinds,
-        "most_score": retriever.most_score,
-    }
-
-
-def _places(
-    retriever: Retriever,
-    words: list[str],
-    most: int,
-    deadline: float,
-    having: Callable[[Texts, str, int, int], Iterable[int]],
-) -> tuple[list[int], int]:
-    """More than `most` items that have all words, if there are as many, and how many items were looked at."""
-    texts = [of for of in (retriever.raw_ids, retriever.titles) if of]
-    places: list[int] = []
-    searched = 0
-    while searched < retriever.num_items and len(places) <= most and time.monotonic() < deadline:
-        stop = min(searched + _WINDOW, retriever.num_items)
-        found = set(range(searched, stop if words else min(stop, searched + most + 1)))
-        for word in words:
-            found &= {item for of in texts for item in having(of, word, searched, stop)}
-        places += sorted(found)
-        searched = stop
-    return places, searched
-
-
-def _nearly_having(texts: Texts, word: str, start: int, stop: int) -> Iterator[int]:
-    """One slip changes neighbors, so the first or the last letters of the word are intact."""
-    if len(word) < 5:
-        yield from texts.containing(word, start, stop)
-        return
-    intact = max(2, len(word) // 3)
-    for item in {item for part in (word[:intact], word[-intact:]) for item in texts.containing(part, start, stop)}:
-        if any(_is_slip(word.lower(), other) for other in re.findall(r"\w+", texts[item].lower())):
-            yield item
-
-
-def _is_slip(word: str, other: str) -> bool:
-    """Whether the other word begins with this one but for one letter too much, missing or wrong, or two exchanged."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(word, other, strict=False)))
-    left, right = word[same:], other[same:]
-    exchanged = left[1:2] + left[:1] + left[2:]
-    return right.startswith((left[1:], exchanged)) or right[1:].startswith((left[1:], left))
+    return {"items": shown, "more": searched < count or len(places) > limit, "columns": retriever.kinds}

@@ -1,19 +1,10 @@
 """Files that stay mapped while an export is in use: whoever writes into one of them changes what is read, and whoever
 truncates it lets the next access to what is gone end the process (SIGBUS)."""
 
-import hashlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from threading import Lock
-
-import numpy as np
-import torch
-from torch import Tensor
-
-from logitmix.common.files import in_turn
-from logitmix.modules.stage1 import Int8Corpus
 
 
 class WrittenInPlace(OSError):
@@ -23,51 +14,20 @@ class WrittenInPlace(OSError):
 class MappedFiles:
     """Mapped files, each held open: at its path there may be another one by now, which does no harm."""
 
-    def __init__(self, digests: Mapping[Path, str]) -> None:
-        """`digests`: the SHA-256 of each file."""
-        self._digests = digests
-        self._open = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in digests}
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
+        self._open = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths}
         for file in self._open.values():
             weakref.finalize(self, os.close, file)
         self._seen = {path: _stamp(file) for path, file in self._open.items()}
-        self._lock = Lock()
 
     def check(self) -> None:
-        """Raises WrittenInPlace if a file has been written to since, and holds something else now. Takes a microsecond
-        a file, and the time to read it once after each change."""
+        """Raises WrittenInPlace if a file has been written to since. Takes a microsecond a file."""
         for path, file in self._open.items():
-            if (stamp := _stamp(file)) != self._seen[path]:
-                with self._lock:
-                    self._compare(path, file, stamp)
-
-    def _compare(self, path: Path, file: int, stamp: tuple[int, int]) -> None:
-        # Opened anew, because an offset would be shared; not by its path, where another file may be.
-        with open(f"/dev/fd/{file}", "rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != self._digests[path]:
+            if _stamp(file) != self._seen[path]:
                 raise WrittenInPlace(
                     f"{path} was written to while it was in use, and is not used any more: publish a whole export in "
                     "place of the directory, by renaming it"
                 )
-        self._seen[path] = stamp
-
-
-def shared_corpus(file: Path, parts: Sequence[tuple[Tensor, int]], scale: float) -> Int8Corpus:
-    """`Int8Corpus.joined` in a file that all processes map, which the first one makes in place of those of other
-    exports. Where there is no room for it, each has its own."""
-    with in_turn(file.parent):
-        if not file.exists():
-            made, part = Int8Corpus.joined(parts, scale), file.with_suffix(".part")
-            try:
-                with part.open("wb") as content:
-                    np.save(content, made.blocks.numpy())
-                for other in file.parent.glob("*.npy"):
-                    other.unlink()
-                part.rename(file)
-            except OSError:
-                part.unlink(missing_ok=True)
-                return made
-        blocks = np.load(file, mmap_mode="c")
-    return Int8Corpus(torch.from_numpy(np.asarray(blocks)), scale, sum(count for _, count in parts))
 
 
 def _stamp(file: int) -> tuple[int, int]:

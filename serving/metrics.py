@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client import generate_latest as prometheus_text
@@ -20,8 +19,6 @@ from logitmix.serving.live import LiveExport
 from logitmix.serving.retriever import Retriever
 
 PATHS = ("/", "/docs", "/healthz", "/items", "/metrics", "/openapi.json", "/readyz", "/retrieve", "/shadow")
-TRACING = (b"traceparent", b"tracestate", b"x-request-id")
-"""Headers that an answer repeats (the first two: https://www.w3.org/TR/trace-context)."""
 VERSION = version("logitmix")
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 """Buckets of times."""
@@ -48,16 +45,11 @@ class Metrics:
         self.batch = Histogram("logitmix_batch_requests", "Requests of a batch.", buckets=sizes, registry=registry)
         self.reloads = Counter("logitmix_reloads", "New exports that took over.", registry=registry)
 
-        def missing(name: str, otherwise: Any) -> Any:
-            return export.missing.get(name, otherwise)
-
         for name, meaning, read in (
             ("queue_requests", "Requests that wait for a batch.", waiting),
             ("export_step", "Step of the checkpoint that answers.", lambda: export.retriever.source.step),
             ("export_items", "Items of the export that answers.", lambda: export.retriever.num_items),
             ("export_delta", "Number of the last delta in it.", lambda: export.retriever.delta),
-            ("shards_missing", "Shards whose items are out of reach.", lambda: len(missing("missing_shards", ()))),
-            ("items_missing_share", "Share of the items that is in them.", lambda: missing("missing_share", 0)),
             ("deltas_refused", "Whether there are deltas that are not applied.", lambda: bool(export.refused)),
         ):
             Gauge(f"logitmix_{name}", meaning, registry=registry).set_function(read)
@@ -98,7 +90,7 @@ class OfWorkers(Collector):
 
 
 class Counting:
-    """Counts and times requests, and gives each answer the headers by which its request is traced."""
+    """Counts and times requests."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -110,8 +102,6 @@ class Counting:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                traced = [(name, value) for name, value in scope["headers"] if name in TRACING]
-                message = {**message, "headers": [*message.get("headers", []), *traced]}
             await send(message)
 
         if scope["type"] != "http":

@@ -1,15 +1,12 @@
-"""Queries -> h-indexer over the corpus -> similarity over what it keeps -> top-k (overall flow, section 2.2), by all
-processes and devices that share the items.
+"""Queries -> h-indexer over the corpus -> similarity over what it keeps -> top-k (overall flow, section 2.2).
 
 Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k'), H h-indexer width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,20 +17,19 @@ from logitmix.modules.similarity.base import NUMBERS
 from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides, Tower
 from logitmix.serving.directory.format import Contents
-from logitmix.serving.expression import Allowed, Filters
-from logitmix.serving.group import Group, part_of
+from logitmix.serving.expression import Allowed
+from logitmix.serving.group import Group
 from logitmix.serving.items import Items, shard_of
-from logitmix.serving.mapped import shared_corpus
-from logitmix.serving.model import CACHE, CORPUS, is_side, scales_of
+from logitmix.serving.model import CACHE, CORPUS, CORPUS_SCALE, is_side
 from logitmix.serving.request import Options
-from logitmix.serving.topk import NOTHING, best_keys, least_key, merge, rank_keys, split_keys
+from logitmix.serving.topk import NOTHING, best_keys, merge, rank_keys, split_keys
 
 _BIT = (1 << np.arange(8)).astype(np.uint8)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What rank 0 of a group asks of all: some requests, encoded."""
+    """Some requests, encoded, as a Ranker answers them."""
 
     digest: str
     """Of the export that answers."""
@@ -45,113 +41,66 @@ class Task:
     options: Options
     k: int
     """Items that are wanted of each, however many the options say."""
-    where: list[list[str]]
-    """Of each request, conditions on the items that may be found, all of which must hold."""
+    may: list[Allowed | None]
+    """Of each request, the items that its conditions allow; None: all."""
     few: list[bool] = field(default_factory=list)
     """For which requests no more items may be found than stage 1 would keep, so that it is left out."""
-    only: Allowed | None = None
-    """The items that all requests may find; None: all."""
-    may: list[Allowed | None] | None = None
-    """Of each request, what `where` and `only` come to, where a front has said so."""
 
 
 class Ranker:
-    """The items of an export, divided among the processes of a group, and each part among devices."""
+    """The items of an export, of which this process ranks all or a part."""
 
-    def __init__(
-        self,
-        contents: Contents,
-        tower: Tower,
-        devices: Sequence[torch.device],
-        group: Group,
-        shared: Path | None = None,
-        filters: Filters | None = None,
-    ) -> None:
-        """`tower` is on the first device. `shared` as of the Retriever."""
-        self._filters = filters or Filters({}, contents.about.num_items)
-        self._shared = shared / f"{contents.digest}.npy" if shared else None
-        self.group, self._tower, shards = group, tower, contents.shards
-        self._num_items = contents.about.num_items
-        numbers = range(len(shards) - bool(contents.about.removed))
-        own = group.part(numbers)
-        self.parts = [part_of(own, number, len(devices)) for number in range(len(devices))]
-        """The numbers of the shards on each device."""
-        # Other processes' shards, and removed items, stay in their files, from which rows of histories are read.
-        device_of = {number: torch.device("cpu") for number in range(len(shards))}
-        for part, device in zip(self.parts, devices, strict=True):
-            device_of |= dict.fromkeys(part, device)
-        used = set(device_of.values())
-        towers = {of: tower if of == devices[0] else deepcopy(tower).to(of) for of in used}
-        tables = {of: {name: table.to(of) for name, table in contents.tables.items()} for of in used}
-        cached = contents.about.item_cache
+    def __init__(self, contents: Contents, tower: Tower, group: Group) -> None:
+        """The items go to the tower's device. `group` says which part of them is ranked here, or who ranks them."""
+        self.group, self._tower, self._num_items = group, tower, contents.about.num_items
+        device, cached = next(tower.parameters()).device, contents.about.item_cache
+        tables = {name: table.to(device) for name, table in contents.tables.items()}
         self._shards = [
-            {name: of.to(device_of[n]) for name, of in shard.items() if not cached or name in CACHE or is_side(name)}
-            for n, shard in enumerate(shards)
+            {name: of.to(device) for name, of in shard.items() if not cached or name in CACHE or is_side(name)}
+            for shard in contents.shards
         ]
-        items = [
-            shard_of(shard, cached, towers[device], tables[device])
-            for shard, device in zip(self._shards, device_of.values(), strict=True)
-        ]
-        self.items = Items(items, devices[0], own)
-        self.scales = scales_of(self._shards[0])
-        parts = [part_of(numbers, rank, group.size) for rank in range(group.size)]
-        self.sizes = [len(self.items.of_shards(part)) for part in parts]
-        """Items of each process."""
+        shards = [shard_of(shard, cached, tower, tables) for shard in self._shards]
+        # Other processes' items, and removed ones, are those of histories.
+        self._own = group.part(range(len(shards) - bool(contents.about.removed)))
+        self.items = Items(shards, device, self._own)
 
-    def rank(self, make: Callable[[], Task]) -> Tensor:
-        """Keys [B, k] of the best items of all processes for the requests of the task that rank 0 makes. ValueError on
-        all of them if `make` raises one."""
-        with self.group.turn:
-            task = self.group.first(make)
-            with self.group.in_step():
-                return self.best(task)
-
-    def best(self, task: Task) -> Tensor:
-        """Returns keys [B, k] of the best items of all processes for a task that all of them have."""
-        group, kept = self.group, task.options.kept(self._num_items)
-        if group.has_shards:
-            return group.best(task, kept if self._of_two_stages(task) else None, min(task.k, self._num_items))
-        task = replace(task, may=self._allowed(task))  # once for both stages
-        keys_BN = self.stage_1(task)
-        if keys_BN is not None and not group.alone:
-            keys_BN = at_least(group.least(keys_BN, kept, max(self.sizes)), keys_BN)
-        best_BK = self.stage_2(task, keys_BN)
-        return best_BK if group.alone else group.gather(best_BK, best_BK.shape[1]).topk(best_BK.shape[1]).values
+    def rank(self, task: Task) -> Tensor:
+        """Returns keys [B, k] of the best items for the requests of a task."""
+        if self.group.asks_shards:
+            kept = task.options.kept(self._num_items) if self._of_two_stages(task) else None
+            best: Tensor = self.group.best(task, kept, min(task.k, self._num_items))  # type: ignore[attr-defined]
+            return best
+        return self.stage_2(task, self.stage_1(task))
 
     def stage_1(self, task: Task) -> Tensor | None:
         """Returns keys [B', N] of the best of this process's items by the h-indexer, in the order of the items and with
         NOTHING after the last, for the B' requests that two stages answer; None if there is no such request."""
-        rows, kept = self._of_two_stages(task), task.options.kept(self._num_items)
+        rows = self._of_two_stages(task)
         if not rows:
             return None
         assert task.query.hindexer is not None
         query_BH = task.query.hindexer[0].to(self.items.device)[rows]
-        may = self._allowed(task)
-        allowed, without = [task.allowed[row] for row in rows], [task.excluded[row] for row in rows]
-        found = [torch.empty(len(rows), 0, dtype=torch.int64, device=self.items.device)]
-        bits = self._may_find(allowed, without, [may[row] for row in rows])
-        for (start, corpus), bits_BN in zip(self.corpora, bits, strict=True):
-            best = hindexer_topk(query_BH.to(corpus.blocks.device), corpus, kept, bits_BN)
-            keys_BN = rank_keys(best.scores_BK, best.items_BK + start)
-            found.append(keys_BN.masked_fill(best.items_BK < 0, NOTHING).to(self.items.device))
-        own_BN = torch.cat(found, dim=1)
-        return at_least(least_key(own_BN, kept), own_BN) if len(found) > 2 else own_BN
+        if self.corpus is None:
+            return torch.empty(len(rows), 0, dtype=torch.int64, device=query_BH.device)
+        best = hindexer_topk(query_BH, self.corpus, task.options.kept(self._num_items), self._may_find(task, rows))
+        keys_BN = rank_keys(best.scores_BK, best.items_BK + self.items.own.start)
+        return keys_BN.masked_fill(best.items_BK < 0, NOTHING)
 
     def stage_2(self, task: Task, keys_BN: Tensor | None) -> Tensor:
         """Returns keys [B, k] of the best of this process's items by the similarity. Requests that two stages answer
         find only items of `keys_BN`, which stage 1 has returned."""
         device, k = self.items.device, min(task.k, self._num_items)
-        query, may, two = each(task.query, lambda part: part.to(device)), self._allowed(task), self._of_two_stages(task)
+        query, two = each(task.query, lambda part: part.to(device)), self._of_two_stages(task)
         best_BK = torch.full((len(task.few), k), NOTHING, device=device)
         if few := [row for row, are in enumerate(task.few) if are]:
-            here = [self._candidates(task.allowed[row], task.excluded[row], may[row]) for row in few]
+            here = [self._candidates(task.allowed[row], task.excluded[row], task.may[row]) for row in few]
             best_BK[few] = self._best_of(_of_rows(query, few), pad_sequence(here, True, -1).to(device), k)
         if two:
             assert keys_BN is not None
             best_BK[two] = self._best_of(_of_rows(query, two), split_keys(keys_BN.to(device))[0], k)
         if rest := sorted({*range(len(task.few))}.difference(few, two)):
             without = [task.excluded[row] for row in rest]
-            best_BK[rest] = self._best_of_all(_of_rows(query, rest), without, k, [may[row] for row in rest])
+            best_BK[rest] = self._best_of_all(_of_rows(query, rest), without, k, [task.may[row] for row in rest])
         return best_BK
 
     def _of_two_stages(self, task: Task) -> list[int]:
@@ -162,25 +111,14 @@ class Ranker:
         """Returns whether stage 1 finds the items of the task's requests that may find many."""
         return task.query.hindexer is not None and task.options.kept(self._num_items) < self._num_items
 
-    def _allowed(self, task: Task) -> list[Allowed | None]:
-        return self.may(task) if task.may is None else task.may
-
     def few(self, task: Task) -> list[bool]:
         """Task.few. Of one stage, a list is few, and what a tenth of the items fulfill."""
         two_stages = self._has_two_stages(task)
         most = task.options.kept(self._num_items) if two_stages else self._num_items // 10
         found = []
-        for some, may in zip(task.allowed, self.may(task), strict=True):
+        for some, may in zip(task.allowed, task.may, strict=True):
             is_short = some is not None and (not two_stages or len(some) <= most)
             found.append(is_short or (may is not None and may.count <= most))
-        return found
-
-    def may(self, task: Task) -> list[Allowed | None]:
-        """For each request, the items that it may find by conditions; None if all."""
-        found = []
-        for where in task.where:
-            may, only = self._filters.allowed(*where) if where else None, task.only
-            found.append(may if only is None else only if may is None else may & only)
         return found
 
     def _candidates(self, allowed: list[int] | None, excluded: list[int], may: Allowed | None) -> Tensor:
@@ -195,16 +133,10 @@ class Ranker:
         return torch.from_numpy(found[~np.isin(found, excluded)] if excluded else found)
 
     @cached_property
-    def corpora(self) -> list[tuple[int, Int8Corpus]]:
-        """For each device, its first item and the h-indexer's vectors of its items; made when they are first needed."""
-        corpora, scale = [], self.scales.corpus
-        assert scale is not None
-        for part in self.parts:
-            if part:
-                blocks = [(self._shards[number][CORPUS], len(self.items.shards[number])) for number in part]
-                join = partial(shared_corpus, self._shared) if self._shared and len(blocks) > 1 else Int8Corpus.joined
-                corpora.append((self.items.of_shards(part).start, join(blocks, scale)))
-        return corpora
+    def corpus(self) -> Int8Corpus | None:
+        """The h-indexer's vectors of this process's items, made when they are first needed; None if it has none."""
+        blocks = [(self._shards[number][CORPUS], len(self.items.shards[number])) for number in self._own]
+        return Int8Corpus.joined(blocks, float(self._shards[0][CORPUS_SCALE])) if blocks else None
 
     def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:
         """Keys [B, k] of the best of each query's candidates, which are as in Items.scores."""
@@ -240,21 +172,19 @@ class Ranker:
             best_BK = merge(best_BK, best_keys(score_BN, index_N[None], k), k)
         return best_BK
 
-    def _may_find(
-        self, allowed: list[list[int] | None], without: list[list[int]], may: list[Allowed | None]
-    ) -> list[Tensor | None]:
-        """For each device, bits of the items that each query may find, as `hindexer_topk` takes them; None if all may
-        find all."""
+    def _may_find(self, task: Task, rows: list[int]) -> Tensor | None:
+        """Bits of this process's items that some requests may find, as `hindexer_topk` takes them; None if all may find
+        all."""
+        allowed, without = [task.allowed[row] for row in rows], [task.excluded[row] for row in rows]
+        may = [task.may[row] for row in rows]
         if not any(without) and all(of is None for of in (*allowed, *may)):
-            return [None] * len(self.corpora)
-        found: list[Tensor | None] = []
-        for start, corpus in self.corpora:
-            bits_BN = _bits(allowed, without, start, corpus.num_items)
-            for bits_N, also in zip(bits_BN, may, strict=True):
-                if also is not None:
-                    bits_N &= also.part(start, corpus.num_items)
-            found.append(torch.from_numpy(bits_BN).to(corpus.blocks.device))
-        return found
+            return None
+        own = self.items.own
+        bits_BN = _bits(allowed, without, own.start, len(own))
+        for bits_N, also in zip(bits_BN, may, strict=True):
+            if also is not None:
+                bits_N &= also.part(own.start, len(own))
+        return torch.from_numpy(bits_BN).to(self.items.device)
 
 
 def _joined(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:

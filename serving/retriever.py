@@ -8,14 +8,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NotRequired
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
@@ -25,9 +23,9 @@ from logitmix.common.storage import fetch
 from logitmix.modules.config import sees_times
 from logitmix.modules.schema import WANTED, require_kind
 from logitmix.serving.columns import ACTIONS, NEW, Column
-from logitmix.serving.directory.format import Contents, signature
+from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read
-from logitmix.serving.encoding import Encoder, Histories, finite, require_finite, too_large
+from logitmix.serving.encoding import Encoder, Histories, require_finite
 from logitmix.serving.explain import Named, Why, explain
 from logitmix.serving.expression import Allowed, Filters
 from logitmix.serving.features import FeatureReader
@@ -66,16 +64,7 @@ class Row(Named):
     """Why it is there; where that is asked for."""
 
 
-class Missing(TypedDict):
-    """What of the items is out of reach, where shards rank them."""
-
-    missing_shards: NotRequired[list[int]]
-    """Shards that are out of reach, counted from 1."""
-    missing_share: NotRequired[float]
-    """Share of the items that they hold."""
-
-
-class Answer(Missing):
+class Answer(TypedDict):
     """The answer to one request: `items`, or the `error` that says why there are none."""
 
     items: NotRequired[list[Row]]
@@ -93,85 +82,55 @@ class Retriever:
     def __init__(
         self,
         contents: Contents,
-        on: Sequence[str | torch.device] = ("cpu",),
+        device: str | torch.device = "cpu",
         group: Group | None = None,
-        shared: Path | None = None,
         where: str = "",
     ) -> None:
-        """The shards of items are divided among the processes of the group, and each part among the devices that it
-        names in `on`. The first device also encodes the queries. `shared`: a folder of processes that all have all
-        items on the CPU, for a file with what they would hold a copy of otherwise. `where`: a condition on the items of
-        all answers; ValueError if the export cannot have it."""
-        self._about = about = contents.about
+        """`group` says which part of the items is ranked here, or who ranks them; all here by default. `where`: a
+        condition on the items of all answers; ValueError if the export cannot have it."""
+        about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
-        self.raw_ids, self.titles = contents.raw_ids, contents.titles
+        self.raw_ids, self.titles, self._num_items = contents.raw_ids, contents.titles, about.num_items
         self.digest, self.delta = contents.digest, contents.delta
         self.files = contents.files
-        devices = [torch.device(of) for of in on]
-        weights = {name: of.to(devices[0]) for name, of in contents.weights.items()}
+        weights = {name: of.to(device) for name, of in contents.weights.items()}
         self.tower = trained_tower(about.model, about.schema, weights)
         self.columns, self.kinds = contents.columns, about.filterable
         self.filters = Filters(contents.columns, about.num_items)
         self._reader = RequestReader(contents, self.filters, where)
-        self._ranker = Ranker(contents, self.tower, devices, group or Group(), shared, self.filters)
+        self._ranker = Ranker(contents, self.tower, group or Group())
         self.features = FeatureReader(about.schema, contents.vocabularies, contents.projections)
-        tables = {name: of.to(devices[0]) for name, of in contents.tables.items()}
+        tables = {name: of.to(torch.device(device)) for name, of in contents.tables.items()}
         self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)
         self._by_actions: tuple[Column, Tensor] | None = None
         """The column of actions, and the keys [X] of all items in its order."""
 
     @classmethod
     @naming_urls()
-    def load(
-        cls,
-        path: str | Path,
-        device: str | torch.device | Sequence[str | torch.device] = "cpu",
-        group: "dist.ProcessGroup | None" = None,
-        where: str = "",
-    ) -> "Retriever":
-        """Reads a serving directory, at a path or a URL; the model, its tables and the items go to `device`, cpu or
-        cuda. On the CPU rows and items stay in their files until they are used. Several devices share the items, file
-        by file, and the answers are those of one.
+    def load(cls, path: str | Path, device: str | torch.device = "cpu", where: str = "") -> "Retriever":
+        """Reads a serving directory. On the CPU rows and items stay in their files until they are used.
 
-        The processes of a `group` of torch.distributed that has gloo share the items likewise, each with the devices
-        that it names. All of them make the same calls, with the same requests, and get the same answers; or rank 0
-        makes them, the others `follow`, and rank 0 ends with `release`. They read one directory. Rank 0 alone encodes
-        the requests, and so reads the rows of their histories from the files of all parts. All answers have only items
-        for which the condition `where` is true (serving/expression.py).
+        Args:
+            path: Path or URL of the serving directory.
+            device: Where the model, its tables and the items go: cpu or cuda.
+            where: A condition that the items of all answers fulfill (serving/expression.py).
 
-        Raises ValueError, naming the path and what to do, if there is no intact serving directory of this format
-        version, and for a device or a condition that cannot be; all processes raise what one finds.
+        Raises:
+            ValueError: There is no intact serving directory of this format version, or the device or the condition
+                cannot be; the message names the path and what to do.
         """
         if not isinstance(path, str | Path):
             raise ValueError(f"the path is {path!r:.100}; it must be text or a Path")
-        of_ranks = Group(group)
-        found: list[Contents] = []
-
-        def reading() -> str:
-            found.append(read(fetch(path), of_ranks.rank, of_ranks.size))
-            return found[0].digest
-
-        devices = of_ranks.all(lambda: _devices(device))[of_ranks.rank]
-        if len(set(of_ranks.all(reading))) > 1:
-            raise ValueError(f"the processes find different exports at {path}; they must share one file system")
-        return cls(found[0], devices, of_ranks, where=where)
-
-    def __repr__(self) -> str:
-        features = ", ".join(of.name for of in self.tower.schema.features)
-        stages = f"{'h-indexer, ' if self.tower.hindexer is not None else ''}{self.config.similarity.kind}"
-        items = f"items in {self._about.precision}" if self._about.item_cache else "items computed for each request"
-        return f"<Retriever: {self.described}; features: {features}; stages: {stages}; {items}>"
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError, TypeError):
+            raise ValueError(f"there is no device {device} to retrieve on; cpu is always there") from None
+        return cls(read(fetch(path)), device, where=where)
 
     @property
     def described(self) -> str:
         """What answers, for a line of a log."""
         return f"{self.num_items:,} items of {self.source.dataset}, step {self.source.step} of run {self.source.run}"
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What a request to it may have, as the manifest says it."""
-        inputs: dict[str, Any] = signature(self._about)["inputs"]
-        return inputs
 
     @property
     def takes_times(self) -> bool:
@@ -181,7 +140,7 @@ class Retriever:
     @property
     def num_items(self) -> int:
         """X; the items after these in `raw_ids` were removed, and no answer has them."""
-        return self._about.num_items
+        return self._num_items
 
     @torch.inference_mode()
     def retrieve(
@@ -264,14 +223,15 @@ class Retriever:
         return [answers[place] for place in range(len(questions))]
 
     def _of_group(self, questions: Sequence[Question]) -> list[Answer]:
-        """Answers to questions with the same options but for k."""
+        """Answers to questions with the same options but for k. If one of them cannot be answered, each half is
+        answered by itself."""
         try:
             return self._together(questions)
-        except ValueError:
-            problems = self._problems([of.request for of in questions], questions[0].options)
-        good = [of for of, problem in zip(questions, problems, strict=True) if problem is None]
-        answers = iter(self._together(good) if good else ())
-        return [next(answers) if problem is None else {"error": of_one(problem)} for problem in problems]
+        except ValueError as error:
+            if len(questions) == 1:
+                return [{"error": of_one(str(error))}]
+        half = len(questions) // 2
+        return self._of_group(questions[:half]) + self._of_group(questions[half:])
 
     def _together(self, questions: Sequence[Question]) -> list[Answer]:
         """As `_of_group`. ValueError if one of them cannot be answered."""
@@ -295,7 +255,6 @@ class Retriever:
             answer: Answer = {"items": best}
             if request.is_cold:
                 answer["fallback"] = "popular"
-            answer.update(self.missing)  # type: ignore[typeddict-item]
             answers.append(answer)
         return answers
 
@@ -336,12 +295,6 @@ class Retriever:
                 whys = explain(self.tower, self._ranker.items, query, items[: len(of_request)], known, self._named)
             for row, why in zip(of_request, whys, strict=True):
                 row["why"] = why
-
-    @property
-    def most_score(self) -> float | None:
-        """The largest score that an item can have; None if nothing bounds it."""
-        of: Any = self.config.similarity
-        return 1 / of.temperature if of.kind in ("dot", "mol") and of.normalize else None
 
     def _title(self, item: int) -> str | None:
         return self.titles[item] if self.titles else None
@@ -395,32 +348,11 @@ class Retriever:
         def ranked(rows: list[int], only: Allowed | None, most: int) -> Tensor:
             B, some = len(rows), each(query, lambda part: part[rows])
             out = [excluded[row] for row in rows]
-            task = Task(self.digest, some, [None] * B, out, options, most, [[]] * B, [False] * B, only)
-            return self._ranker.rank(lambda: task).cpu()
+            return self._ranker.rank(
+                Task(self.digest, some, [None] * B, out, options, most, [only] * B, [False] * B)
+            ).cpu()
 
         return Retrieved(*split_keys(self._walked([limit] * len(excluded), options, ranked, new, only)))
-
-    def _problems(self, requests: Sequence[Request], options: Options) -> list[str | None]:
-        """Why each request cannot be answered when it is alone, and so number 0; None if it can."""
-        problems: list[str | None] = [None] * len(requests)
-        try:
-            if options.boost_new:
-                self.new_items()
-        except ValueError as error:
-            return [str(error)] * len(requests)
-        read: dict[int, Asked] = {}
-        for place, request in enumerate(requests):
-            try:
-                asked = self._reader.read(request, 0, options.unknown)
-                self._encoder.check_features(asked)
-            except ValueError as error:
-                problems[place] = str(error)
-            else:
-                read[place] = asked
-        if read:
-            for place, is_finite in zip(read, finite(self._encoder.queries(list(read.values()))), strict=True):
-                problems[place] = None if is_finite else too_large("request 0")
-        return problems
 
     def indices_of(self, raw_ids: Sequence[str | int]) -> list[int]:
         """Item indices of raw ids. Raises ValueError that names the ids that are not in the corpus, and for what is no
@@ -431,21 +363,10 @@ class Retriever:
     def warm_up(self) -> None:
         """Answers once from the items of this process alone: the first answer takes longer than all others."""
         if self.tower.hindexer is not None and self.num_items > Options().kept(self.num_items):
-            assert self._ranker.corpora is not None
+            assert self._ranker.corpus is not None or self._ranker.group.asks_shards
         self.raw_ids.places([])
         task = self._task([self._reader.checked([0], 0)], Options(1), None, 1)
         self.stage_2(task, self.stage_1(task))
-
-    def follow(self) -> None:
-        """On every rank but 0: takes its part in rank 0's answers, until rank 0 calls `release`."""
-        while (task := self._ranker.group.next()) is not None:
-            with torch.inference_mode():
-                self._ranker.best(task)
-
-    def release(self) -> None:
-        """On rank 0: lets the others return from `follow`."""
-        with self._ranker.group.turn:
-            self._ranker.group.first(lambda: None)
 
     @torch.inference_mode()
     def stage_1(self, task: Task) -> Tensor | None:
@@ -456,19 +377,6 @@ class Retriever:
     def stage_2(self, task: Task, keys_BN: Tensor | None) -> Tensor:
         """Returns what `Ranker.stage_2` finds among the items of this process alone."""
         return self._ranker.stage_2(task, keys_BN)
-
-    @property
-    def missing(self) -> Missing:
-        """What the last answer of shards lacks."""
-        return self.without(self._ranker.group.missed)
-
-    def without(self, parts: Sequence[int]) -> Missing:
-        """For people and programs: which shards are missing, counted from 1, and the share of the items that is in
-        them; empty where there are no shards."""
-        if not self._ranker.group.has_shards:
-            return {}
-        items = sum(self._ranker.sizes[part] for part in parts)
-        return {"missing_shards": [part + 1 for part in parts], "missing_share": round(items / self.num_items, 6)}
 
     def _all_asked(self, requests: Sequence[Request], unknown: UnknownIds) -> list[Asked]:
         """The requests, numbered from 0. ValueError, with the number, for one that cannot be answered."""
@@ -484,7 +392,7 @@ class Retriever:
             for start in range(0, len(warm), _QUERIES):
                 places = warm[start : start + _QUERIES]
                 some = [asked[rows[place]] for place in places]
-                keys_BK[places] = self._ranker.rank(partial(self._task, some, options, only, most)).cpu()
+                keys_BK[places] = self._ranker.rank(self._task(some, options, only, most)).cpu()
             for place in set(range(len(rows))).difference(warm):
                 popular_N = self._popular(asked[rows[place]], only)[: keys_BK.shape[1]]
                 keys_BK[place, : len(popular_N)] = popular_N
@@ -505,9 +413,8 @@ class Retriever:
         may_X[asked.allowed or []] = True
         may_X[asked.blocked] = False
         may_X = may_X[: self.num_items]
-        for mask in (only, self.filters.allowed(*asked.where) if asked.where else None):
-            if mask is not None:
-                may_X &= mask.mask
+        if (may := self._may_find(asked, only)) is not None:
+            may_X &= may.mask
         return keys_X[torch.from_numpy(may_X)[split_keys(keys_X)[0]]]
 
     def new_items(self) -> Allowed:
@@ -538,7 +445,7 @@ class Retriever:
             old_BK, new_BK = (ranked(rows, of if only is None else of & only, most) for of in (new.others, new))
             return merge(old_BK, boosted(new_BK, options.boost_new), min(most, self.num_items))
 
-        self._ranker.group.missed, rows = (), list(range(len(limits)))
+        rows = list(range(len(limits)))
         if not any(limits):
             return best(rows, k)
         best_BK, most = torch.full((len(limits), min(k, self.num_items)), NOTHING), _FIRST * k
@@ -558,26 +465,11 @@ class Retriever:
         require_finite(query, [f"request {of.place}" for of in asked])
         exclude_history = self.exclude_history if options.exclude_history is None else options.exclude_history
         excluded = [of.blocked + (of.items if exclude_history else []) for of in asked]
-        if not self._ranker.group.alone:
-            query = each(query, Tensor.cpu)
-        allowed, where = [of.allowed for of in asked], [of.where for of in asked]
-        task = Task(self.digest, query, allowed, excluded, options, most, where, only=only)
-        task = replace(task, few=self._ranker.few(task))
-        # Shards need not have the columns' values of this moment.
-        return replace(task, may=self._ranker.may(task)) if self._ranker.group.has_shards else task
+        may = [self._may_find(of, only) for of in asked]
+        task = Task(self.digest, query, [of.allowed for of in asked], excluded, options, most, may)
+        return replace(task, few=self._ranker.few(task))
 
-
-def _devices(given: str | torch.device | Sequence[str | torch.device]) -> list[str | torch.device]:
-    """As a list. ValueError for one that does not exist."""
-    devices = list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
-    if not devices:
-        raise ValueError("there are no devices to retrieve on; cpu is always there")
-    for name in devices:
-        try:
-            of = torch.device(name)
-            there = of.type == "cpu" or (of.type == "cuda" and (of.index or 0) < torch.cuda.device_count())
-        except (RuntimeError, TypeError):  # it is no name of a device
-            there = False
-        if not there:
-            raise ValueError(f"there is no device {name} to retrieve on; cpu is always there")
-    return devices
+    def _may_find(self, asked: Asked, only: Allowed | None) -> Allowed | None:
+        """The items that a request's conditions and `only` allow; None: all."""
+        may = self.filters.allowed(*asked.where) if asked.where else None
+        return may if only is None else only if may is None else may & only

@@ -20,7 +20,6 @@ from functools import cache, partial
 from importlib.resources import files
 from multiprocessing import parent_process
 from pathlib import Path
-from threading import Event
 from typing import Annotated, Any
 
 import torch
@@ -53,8 +52,8 @@ from logitmix.serving.group import ShardsLost
 from logitmix.serving.guards import Guarding
 from logitmix.serving.live import POLL_SECONDS, LiveExport, search
 from logitmix.serving.mapped import WrittenInPlace
-from logitmix.serving.metrics import PATHS, TRACING, VERSION, Counting, Metrics, OfWorkers, identity, leave_metrics
-from logitmix.serving.openapi import Answer, Health, Ready, Search, describe, of_export
+from logitmix.serving.metrics import PATHS, VERSION, Counting, Metrics, OfWorkers, identity, leave_metrics
+from logitmix.serving.openapi import Answer, describe
 from logitmix.serving.settings import ServerSettings, Settings
 from logitmix.serving.shadow import Shadow
 
@@ -73,7 +72,7 @@ def load_app(
         directory: The serving directory.
         settings: How requests are answered.
         say: What is told of new exports and troubles.
-        folder: Where several processes leave their metrics, and what they share in memory.
+        folder: Where several processes leave their metrics.
 
     Raises:
         ValueError: There is no intact export, or the export cannot have one of the settings.
@@ -81,7 +80,7 @@ def load_app(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     saying = partial(say_of, say, f"worker {os.getpid()}") if folder else say
-    export = LiveExport(directory, saying, None, settings.deltas_path, folder, *settings.conditions)
+    export = LiveExport(directory, saying, None, settings.deltas_path, *settings.conditions)
     if settings.boost_new:
         export.retriever.new_items()
     shadow = None
@@ -109,7 +108,7 @@ def make_app(
         shadow: An export whose answers are compared.
         folder: Where several processes leave their metrics.
     """
-    allowed, unread, ending, started_by = settings.allowed, Unread(), Event(), parent_process()
+    allowed, unread, started_by = settings.allowed, Unread(), parent_process()
     batcher = Batcher(lambda: export.retriever, settings.wait_ms / 1000, lambda size: metrics.batch.observe(size))
     metrics = Metrics(export, lambda: len(batcher))
     compared = Shadow(shadow, settings.shadow_share, settings.wait_ms / 1000, metrics.registry) if shadow else None
@@ -135,8 +134,6 @@ def make_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         batchers = [batcher, compared.batcher] if compared else [batcher]
         tasks = [asyncio.create_task(work) for work in (*(of.run() for of in batchers), watch())]
-        if settings.drain_seconds:
-            _drain(settings.drain_seconds, ending)
         yield
         for task in tasks:
             task.cancel()
@@ -155,18 +152,16 @@ def make_app(
     app.state.export = export
     app.add_middleware(Guarding, allowed=allowed)
     if allowed.origins:
-        headers = ["Authorization", *(name.decode() for name in TRACING)]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"], allow_headers=headers
-        )
+        methods, headers = ["GET", "POST"], ["Authorization"]
+        app.add_middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=methods, allow_headers=headers)
     app.add_middleware(Counting, metrics=metrics)
     app.add_middleware(Paced, unread=unread)
     defaults = {name: value for name in ("stage1", "boost_new") if (value := getattr(settings, name)) is not None}
     described = cache(lambda: describe(app, allowed))
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}
+    body = {"schema": {"$ref": "#/components/schemas/Body"}, "example": {"history": [], "k": 5}}
     asked: dict[str, Any] = {
         "response_model": Answer,
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": body}}},
     }
 
     @app.post("/retrieve", summary="The best items", **asked)
@@ -207,27 +202,26 @@ def make_app(
             return error_response(503, "too many answers wait to be read; try again later", BUSY)
         return found
 
-    @app.get("/items", summary="Search for items", response_model=Search)
+    @app.get("/items", summary="Search for items", response_model=dict[str, Any])
     async def items(
         query: Annotated[str, Query(max_length=100, description="Words; without any, all items are found.")] = "",
         limit: Annotated[int, Query(ge=1, le=100, description="Most items of the answer.")] = 20,
     ) -> Response:
-        """Items with each word of the query in their id or title, in any case; where there are none, those with a slip
-        in a word of five letters or more. With a column `actions`, the most popular come first."""
+        """Items with each word of the query in their id or title, in any case. With a column `actions`, the most
+        popular come first."""
         if searches.locked() or unread.size > UNREAD:
             return error_response(503, "too many searches wait already; try again later", BUSY)
         async with searches:
             loop = asyncio.get_running_loop()
             return json_response(await loop.run_in_executor(searcher, search, export.retriever, query, limit))
 
-    @app.get("/healthz", summary="Health", response_model=Health)
+    @app.get("/healthz", summary="Health", response_model=dict[str, Any])
     async def healthz() -> Response:
         """That the process answers, with which export, and why there are deltas that are not in it."""
         of = export.retriever
         return json_response(
             {
                 "status": "ok",
-                **export.missing,
                 **identity(of),
                 "num_items": of.num_items,
                 "shadow": identity(compared.export.retriever) if compared else None,
@@ -236,16 +230,13 @@ def make_app(
             }
         )
 
-    @app.get("/readyz", summary="Readiness", response_model=Ready)
+    @app.get("/readyz", summary="Readiness", response_model=dict[str, Any])
     async def readyz() -> Response:
-        """Whether requests shall be sent here: not once the server shall end, or while a shard or a file of the export
-        is missing."""
-        if ending.is_set():
-            return error_response(503, "the server stops")
+        """Whether requests shall be sent here: not while a shard or a file of the export is missing."""
         export.retriever.files.check()
         if export.refusal:
             return error_response(503, export.refusal, BUSY)
-        return json_response({"status": "ready", **export.missing})
+        return json_response({"status": "ready"})
 
     @app.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
@@ -254,10 +245,9 @@ def make_app(
         return Response(prometheus_text(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.get("/openapi.json", summary="This description", response_model=dict[str, Any])
-    async def openapi(request: Request) -> Response:
-        """OpenAPI 3.1. Those who have the token, if there is one, see the features and examples of the export too."""
-        found = described()
-        return json_response(of_export(found, export.retriever, defaults) if allowed.bearer(request.headers) else found)
+    async def openapi() -> Response:
+        """OpenAPI 3.1."""
+        return json_response(described())
 
     page = files("logitmix.serving").joinpath("page.html").read_text("utf-8")
     swagger = get_swagger_ui_html(
@@ -281,18 +271,6 @@ def make_app(
     app.mount("/static", StaticFiles(packages=[("logitmix.serving", "static"), ("fastapi_swagger", "resources")]))
     _answer_errors(app)
     return app
-
-
-def _drain(seconds: float, ending: Event) -> None:
-    """Lets the server go on for a time after SIGTERM; a second signal ends it."""
-    loop, end = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
-    assert callable(end)
-
-    def told() -> None:
-        loop.call_later(0 if ending.is_set() else seconds, end, signal.SIGTERM, None)
-        ending.set()
-
-    loop.add_signal_handler(signal.SIGTERM, told)
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -324,12 +302,11 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _page(text: str) -> Response:
-    """Returns a page, with the policy that lets the browser run the page's own scripts and load the pictures whose
-    addresses the export's columns may have."""
+    """Returns a page, with the policy that lets the browser run the page's own scripts."""
     inline = (hashlib.sha256(script.encode()).digest() for script in re.findall(r"<script>(.*?)</script>", text, re.S))
     scripts = " ".join(["'self'", *(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in inline)])
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src 'self'; connect-src 'self'; "
-        "img-src http: https: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return HTMLResponse(text, headers={"Content-Security-Policy": policy})

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from logitmix.serving.tls import Tls
 
 MAX_STAGE_1 = 1_000_000
-MOST_DRAIN = 3600
 MOST_THREADS = 1024
 
 
@@ -32,8 +31,8 @@ class Settings:
     """A condition on the export's filterable columns, such as "in_stock = 1", on the items of all answers, besides that
     of a request."""
     attributes: str = ""
-    """File with values of filterable columns that differ from the export's (CSV with a header, or JSON lines, with the
-    ids as `item`). It is looked at every second."""
+    """File with values of filterable columns that differ from the export's: CSV with a header, with the ids as `item`.
+    It is looked at every second."""
     deltas: str = ""
     """Folder to which deltas of the export come; they are applied in order."""
     wait_ms: float = 10.0
@@ -46,9 +45,7 @@ class Settings:
     token_file: str = ""
     """File with the token that requests must have: Authorization: Bearer TOKEN."""
 
-    # Those of ServerSettings, for a server that has none of them.
-    drain_seconds = 0.0
-    shadow_share = 1.0
+    shadow_share = 1.0  # of ServerSettings, for a server that has no shadow
 
     def __post_init__(self) -> None:
         require(0 <= self.wait_ms <= 1000, "--wait-ms", self.wait_ms, "from 0 to 1000")
@@ -87,8 +84,6 @@ class ServerSettings(Settings):
 
     threads: int = 0
     """CPU threads of the model; torch's default when 0, and all cores divided among the workers."""
-    drain_seconds: float = 0.0
-    """Seconds that the server goes on after SIGTERM, while /readyz tells load balancers to send requests elsewhere."""
     shadow: str = ""
     """Another serving directory that answers requests too: /metrics and the page compare the answers."""
     shadow_share: float = 1.0
@@ -104,7 +99,6 @@ class ServerSettings(Settings):
         super().__post_init__()
         require(0 < self.shadow_share <= 1, "--shadow-share", self.shadow_share, "above 0 and at most 1")
         require(0 <= self.threads <= MOST_THREADS, "--threads", self.threads, f"from 0 to {MOST_THREADS}")
-        require(0 <= self.drain_seconds <= MOST_DRAIN, "--drain-seconds", self.drain_seconds, f"from 0 to {MOST_DRAIN}")
 
     @cached_property
     def tls(self) -> "Tls | None":

@@ -17,12 +17,6 @@ from torch import Tensor
 FEW = 64
 """Texts below which finding each takes less time than finding all together."""
 ABSENT = -1
-_ODD = 0x9E3779B97F4A7C15
-"""The base of the hash, modulo 2^64; its powers differ, and each has an inverse."""
-_HASHED = 2**20
-"""Texts hashed at once."""
-_SHORT = 256
-"""Most bytes of a text that are hashed one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +58,9 @@ class Texts(Sequence[str]):
         fraction of the time."""
         order, wanted = self._views[2], text.encode("utf-8", "surrogatepass")
         assert order is not None
-        if "_hashed" in vars(self) and len(wanted) <= _SHORT:
-            hashes, places = self._hash_views
-            wanted_hash = _hash(wanted)
+        if "_hashed" in vars(self):
+            hashes, places = self._hashed
+            wanted_hash = hash(wanted)
             place = bisect_left(hashes, wanted_hash)
             if place == len(self) or hashes[place] != wanted_hash:
                 return None
@@ -78,48 +72,16 @@ class Texts(Sequence[str]):
         return index if index >= 0 and self.encoded(index) == wanted else None
 
     def places(self, texts: Sequence[str]) -> list[int]:
-        """The indices of many texts, ABSENT for those that are not there. Equal to `find`, but by their hashes, which
-        are computed once."""
-        hashes, places = self._hashed
-        if not texts:
-            return []
-        wanted = Texts.of(texts)
-        hash_N = _hashes(wanted.data.numpy(), wanted.bounds.numpy())
-        at_N = np.searchsorted(hashes, hash_N).clip(max=len(hashes) - 1)
-        place_N = np.where(hashes[at_N] == hash_N, places[at_N], ABSENT)
-        # Other texts may have the same hash.
-        for at in ((place_N != ABSENT) & ~self._equal(place_N, wanted)).nonzero()[0].tolist():
-            found = self.find(texts[at])
-            place_N[at] = ABSENT if found is None else found
-        return place_N.tolist()
-
-    def _equal(self, place_N: np.ndarray, wanted: "Texts") -> np.ndarray:
-        """Which of the texts at these indices are those of `wanted`; any for index ABSENT."""
-        bounds, others = self.bounds.numpy(), wanted.bounds.numpy()
-        length_N, start_N = np.diff(others), bounds[place_N.clip(min=0)]
-        same_N = (place_N != ABSENT) & (bounds[place_N.clip(min=0) + 1] - start_N == length_N)
-        letters = np.repeat(same_N, length_N)
-        from_start = np.arange(int(others[-1])) - np.repeat(others[:-1], length_N)
-        there = (np.repeat(start_N, length_N) + from_start)[letters]
-        differs = np.zeros(len(letters) + 1, np.int64)
-        differs[1:][letters] = self.data.numpy()[there] != wanted.data.numpy()[letters]
-        differs = differs.cumsum()
-        return same_N & (differs[others[1:]] == differs[others[:-1]])
+        """The indices of many texts, ABSENT for those that are not there, by their hashes, which are computed once."""
+        _ = self._hashed
+        return [ABSENT if (index := self.find(text)) is None else index for text in texts]
 
     @cached_property
-    def _hashed(self) -> tuple[np.ndarray, np.ndarray]:
-        """uint64 [X], the texts' hashes in their order, and [X], the indices of their texts."""
-        bounds, data = self.bounds.numpy(), self.data.numpy()
-        parts = [slice(start, min(start + _HASHED, len(self)) + 1) for start in range(0, len(self), _HASHED)]
-        hashes = [_hashes(data[bounds[part][0] : bounds[part][-1]], bounds[part] - bounds[part][0]) for part in parts]
-        found = np.concatenate(hashes)
-        places = found.argsort().astype(np.int32 if len(self) < 2**31 else np.int64)
-        return found[places], places
-
-    @cached_property
-    def _hash_views(self) -> tuple[memoryview, memoryview]:
-        hashes, places = self._hashed
-        return hashes.data, places.data
+    def _hashed(self) -> tuple[memoryview, memoryview]:
+        """int64 [X], the texts' hashes in their order, and [X], the indices of their texts."""
+        hashes = np.fromiter((hash(self.encoded(index)) for index in range(len(self))), np.int64, len(self))
+        places = hashes.argsort().astype(np.int32 if len(self) < 2**31 else np.int64)
+        return hashes[places].data, places.data
 
     def containing(self, part: str, start: int, stop: int) -> Iterator[int]:
         """Which of the texts start, …, stop - 1 contain `part`, which is not empty: their rising indices. Lower and
@@ -152,23 +114,3 @@ class Texts(Sequence[str]):
         if self.order is not None and len(self) and not 0 <= int(self.order.min()) <= int(self.order.max()) < len(self):
             return "order names texts that are not there"
         return None
-
-
-def _hashes(data: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """uint64, of the texts that these bounds divide the data into: sums of their bytes, each times a power of _ODD that
-    its place within the text gives."""
-    longest = int(np.diff(bounds).max(initial=0))
-    power = np.full(longest + 1, _ODD, np.uint64).cumprod()
-    place = np.arange(len(data)) - np.repeat(bounds[:-1], np.diff(bounds))
-    sums = np.zeros(len(data) + 1, np.uint64)
-    # An empty text and one of zero bytes differ.
-    np.cumsum((data.astype(np.uint64) + 1) * power[place], out=sums[1:])
-    return sums[bounds[1:]] - sums[bounds[:-1]]
-
-
-def _hash(text: bytes) -> int:
-    """Of one text, what `_hashes` computes of many."""
-    found = 0
-    for byte in reversed(text):
-        found = (found + byte + 1) * _ODD & 2**64 - 1
-    return found

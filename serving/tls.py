@@ -49,32 +49,18 @@ class Tls:
         return [file_stamp(file) for file in self._files.values()]
 
     def _made(self) -> ssl.SSLContext:
-        for flag, file in self._files.items():
-            kind = "PRIVATE KEY" if file is self.key else "CERTIFICATE"
-            try:
-                text = file.read_bytes()
-            except OSError as error:
-                raise ValueError(f"{flag} {file} cannot be read: {error.strerror}") from None
-            if f"{kind}-----".encode() not in text:
-                raise ValueError(f"{flag} {file} has no {kind.lower()} in PEM; it begins with -----BEGIN {kind}-----")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
         try:
+            for file in self._files.values():
+                file.read_bytes()  # whose error names the file
             context.load_cert_chain(self.certificate, self.key, password=_refuse)
-        except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
-                raise ValueError(
-                    f"--tls-key {self.key} is not the key of --tls-certificate {self.certificate}"
-                ) from None
-            raise ValueError(
-                f"--tls-certificate {self.certificate} and --tls-key {self.key} cannot be used: {error.reason}"
-            ) from None
-        if self.client_ca:
-            context.verify_mode = ssl.CERT_REQUIRED
-            try:
+            if self.client_ca:
+                context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(self.client_ca)
-            except ssl.SSLError as error:
-                raise ValueError(f"--tls-client-ca {self.client_ca} cannot be used: {error.reason}") from None
+        except OSError as error:
+            files = " ".join(f"{flag} {file}" for flag, file in self._files.items())
+            raise ValueError(f"{files} cannot be used: {getattr(error, 'reason', None) or error}") from None
         return context
 
 

@@ -150,8 +150,7 @@ class Workers(Multiprocess):
     def __init__(
         self, directory: Path, settings: ServerSettings, count: int, listening: socket.socket, folder: Path
     ) -> None:
-        """Makes the worker processes of a server. In `folder`, they leave their metrics and what they share in
-        memory."""
+        """Makes the worker processes of a server. In `folder`, they leave their metrics."""
         make = partial(_worker, directory, settings, folder, references())
         super().__init__(make_config(make, settings, count), [listening])
         self._directory, self._settings, self._folder = directory, settings, folder

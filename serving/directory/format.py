@@ -168,7 +168,7 @@ class Contents:
     """The manifest's."""
     delta: int = 0
     """The number of the last delta that was applied to it."""
-    files: MappedFiles = field(default_factory=lambda: MappedFiles({}))
+    files: MappedFiles = field(default_factory=MappedFiles)
     """From which the tensors are mapped."""
 
 

@@ -134,7 +134,7 @@ def _read(path: Path, manifest: Mapping[str, Any], part: int, parts: int) -> Con
     own = {ranked[number] for number in part_of(range(len(ranked)), part, parts)}
     for name in data:
         check_file(path / name, entries[name], MANIFEST, content=name in own or name not in ranked)
-    files = MappedFiles({path / name: entries[name]["sha256"] for name in data})
+    files = MappedFiles(path / name for name in data)
     found = {name: _read_tensors(path / name, entries[name]["tensors"]) for name in data}
     require_model_tensors(file, {name: described(tensors) for name, tensors in found.items()}, about)
     ids, vocabularies = found.pop(IDS), found.pop(VOCABULARIES)

@@ -142,5 +142,5 @@ def test_a_killed_job_goes_on_elsewhere(
     assert found["mrr"] == jobs.results(undisturbed)["mrr"]
     jobs.run(["export", RUN, "--out", EXPORT], tmp_path, processes=2)
     elsewhere(tmp_path, monkeypatch, "fourth")
-    answers = jobs.run(["retrieve", EXPORT, "--history", "item-1,item-2", "--json"], tmp_path, processes=2)
+    answers = jobs.run(["retrieve", EXPORT, "--history", "item-1,item-2", "--json"], tmp_path)
     assert len(json.loads(answers)["items"]) == 10

@@ -168,7 +168,6 @@ def test_two_shards_of_ray_serve_answer_as_one_process_does(tmp_path: Path, monk
         found = [ask(f"{url}/retrieve", of) for of in requests]
         assert [status for status, _ in found] == [200] * len(requests)
         assert [answer["items"] for _, answer in found] == expected(first)
-        assert all(answer["missing_shards"] == [] for _, answer in found)
 
         # A new export takes over while requests come, and none of them fails.
         done, seen = threading.Event(), list[tuple[int, Any]]()

@@ -41,9 +41,8 @@ class Served:
             patch.setattr(export_module, "SHARD_BYTES", 5000)
             self.path = export_small(self.model, folder / f"{kind} {hindexer}")
         self.columns = small_columns(X) | {"place": np.random.default_rng(0).permutation(X).tolist()}
-        self.one, self.several = Retriever.load(self.path), Retriever.load(self.path, ["cpu"] * 3)
-        for retriever in (self.one, self.several):
-            self.give(retriever)
+        self.one = Retriever.load(self.path)
+        self.give(self.one)
 
     def give(self, retriever: Retriever) -> None:
         retriever.filters.change({name: column_of(name, pa.array(of)) for name, of in self.columns.items()})
@@ -66,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @given(data=st.data())
 def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.DataObject) -> None:
-    """At any selectivity, beside lists of ids, in one and two stages, on one device and on several."""
+    """At any selectivity, beside lists of ids, in one and two stages."""
     share = data.draw(st.sampled_from([0, 1, 2, STAGE_1 - 1, STAGE_1, STAGE_1 + 1, 100, 200, X]))
     least = data.draw(st.sampled_from([0, 1]))
     may = [
@@ -89,7 +88,6 @@ def test_what_is_allowed_is_ranked_as_by_brute_force(served: Served, data: st.Da
     other: Request = {"history": [IDS[1]], "where": "category is null"}
     found, _ = answered(served.one, [request, other], options)
     assert [row["id"] for row in found] == served.ranking(history, may, exclude, stage1)[:k]
-    assert answered(served.several, [request, other], options)[0] == found
 
 
 @given(data=st.data())
@@ -109,7 +107,6 @@ def test_limits_are_those_of_a_walk_through_the_ranking(served: Served, data: st
     options = Options(k, exclude_history=True, stage1=stage1)
     found, alone = answered(served.one, [request, other], options)
     assert [row["id"] for row in found] == expected[:k]
-    assert answered(served.several, [request, other], options) == [found, alone]
     assert [row["id"] for row in alone] == served.ranking([1], [True] * X, True, stage1)[:k]
 
 
@@ -123,8 +120,7 @@ def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.Dat
     least = data.draw(st.sampled_from([0, 1]))
     stated = [(place % 3 or None) if of else 0 for of, place in zip(new, served.columns["place"], strict=True)]
     columns = {"new": stated, "in_stock": served.columns["in_stock"]}
-    for retriever in (served.one, served.several):
-        retriever.filters.change({name: column_of(name, pa.array(of, pa.int64())) for name, of in columns.items()})
+    served.one.filters.change({name: column_of(name, pa.array(of, pa.int64())) for name, of in columns.items()})
     try:
         expected: list[tuple[float, int]] = []
         for part in (False, True):
@@ -138,10 +134,8 @@ def test_boosted_items_are_ranked_as_by_brute_force(served: Served, data: st.Dat
         (found,) = answered(served.one, requests, options)
         assert [row["id"] for row in found] == [IDS[item] for _, item in sorted(expected)[:k]]
         assert [row["score"] for row in found] == pytest.approx([-score for score, _ in sorted(expected)[:k]], abs=1e-4)
-        assert answered(served.several, requests, options) == [found]
     finally:
-        for retriever in (served.one, served.several):
-            served.give(retriever)
+        served.give(served.one)
 
 
 def test_a_boost_needs_to_know_what_is_new(served: Served) -> None:
@@ -304,24 +298,19 @@ def test_attributes_change_without_an_export(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", '{"item": 7, "in_stock": 0, "since": "2024-02-01"}\n\n{"item": "7", "in_stock": null}\n', ""),
         ("a.csv", "price,item\n5,7\n", ""),
         ("a.csv", "", ""),
         ("a.csv", "item,price\n7,5", "its last line has no end; write the whole beside it, and then rename that"),
         ("a.csv", "item,price\n7,5,1\n", "line 2: it has 3 fields, and the header 2"),
         ("a.csv", "item,prize\n7,5\n", r"line 2: no filterable column 'prize' \(did you mean price\?\); there are"),
-        ("a.jsonl", '{"item": 7}\n{"in_stock": 1}\n', "line 2: .* is no object with 'item'"),
-        ("a.jsonl", '{"item": 7\n', "line 1: not JSON"),
-        ("a.jsonl", '{"item": 1.5}\n', "line 1: is 1.5; it must be text or a whole number"),
-        ("a.jsonl", "\udcff\n", "cannot be read"),
+        ("a.csv", "\udcff\n", "cannot be read"),
     ],
 )
 def test_files_of_attributes_are_read_whole_or_not_at_all(tmp_path: Path, name: str, text: str, said: str) -> None:
     columns = {of: column_of(of, pa.array(values)) for of, values in small_columns(X).items()}
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     if not said:
-        expected = {"a.jsonl": {"7": {"in_stock": None, "since": 1706745600.0}}, "a.csv": {"7": {"price": 5.0}}}
-        assert read_changes(tmp_path / name, columns) == (expected[name] if text else {})
+        assert read_changes(tmp_path / name, columns) == ({"7": {"price": 5.0}} if text else {})
         return
     with pytest.raises(ValueError, match=said) as error:
         read_changes(tmp_path / name, columns)

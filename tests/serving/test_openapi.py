@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from logitmix.serving.connection import MAX_BODY
 from logitmix.serving.guards import Allowed
 from logitmix.serving.live import LiveExport
 from logitmix.serving.metrics import PATHS
-from logitmix.serving.retriever import Retriever
 
 X = 60
 
@@ -45,16 +43,6 @@ def operations(description: Any) -> dict[str, tuple[str, Any]]:
     return {
         path: (method.upper(), of) for path, methods in description["paths"].items() for method, of in methods.items()
     }
-
-
-def examples(description: Any) -> Iterator[tuple[str, str, Any]]:
-    """Methods, paths and bodies."""
-    for path, (method, of) in operations(description).items():
-        named = [f"{each['name']}={each['example']}" for each in of.get("parameters", []) if "example" in each]
-        query = "?" + "&".join(named).replace(" ", "%20") if named else ""
-        content = of.get("requestBody", {}).get("content", {"": {"examples": {"": {"value": None}}}})
-        for each in next(iter(content.values()))["examples"].values():
-            yield method, path + query, each["value"]
 
 
 def sent(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str, bytes]:
@@ -94,29 +82,6 @@ def test_all_paths_and_entries_are_described(server: Running) -> None:
     assert set(found["components"]["schemas"]["Body"]["properties"]) > {"history", "k", "stage1"}
 
 
-def test_examples_are_answered_as_is_said(server: Running, tmp_path: Path) -> None:
-    export = export_small(small_model("dot", 2), tmp_path / "served")
-    with running(export, shadow=LiveExport(export, print)) as small:
-        for of, count in ((server, 3), (small, 3)):
-            found = described(of)
-            asked = list(examples(found))
-            assert {path.partition("?")[0] for _, path, _ in asked} == set(PATHS)
-            assert sum(path == "/retrieve" for _, path, _ in asked) == count
-            for method, path, body in asked:
-                answer = sent(of.port, method, path, body)
-                assert answer[0] == 200, (path, body, answer)
-                require_as_described(found, path, answer)
-
-
-def test_what_shards_lack_is_described(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Retriever, "without", lambda *_: {"missing_shards": [2], "missing_share": 0.5})
-    found = described(server)
-    for path in ("/retrieve", "/healthz", "/readyz"):
-        answer = sent(server.port, operations(found)[path][0], path, {"history": ["id 7"]})
-        assert b'"missing_shards": [2], "missing_share": 0.5' in answer[2]
-        require_as_described(found, path, answer)
-
-
 def test_refusals_are_described(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(folder, Allowed(("here",), token=TOKEN)) as server:
         token = {"Authorization": f"Bearer {TOKEN}"}
@@ -146,41 +111,3 @@ def test_who_needs_a_token_is_said(server: Running, folder: Path) -> None:
         assert found["components"]["securitySchemes"] == {"token": {"type": "http", "scheme": "bearer"}}
         for path, (method, of) in operations(found).items():
             assert (sent(guarded.port, method, path)[0] == 401) == (of.get("security") == [{"token": []}]), path
-
-
-def test_the_page_is_open_and_what_the_export_has_is_not(folder: Path) -> None:
-    """As a link from another site, or an address that is typed in, asks for it."""
-    elsewhere, token = {"Sec-Fetch-Site": "cross-site"}, {"Authorization": f"Bearer {TOKEN}"}
-    with running(folder, Allowed(token=TOKEN)) as server:
-        assert [sent(server.port, "GET", path, **elsewhere)[0] for path in ("/", "/docs", "/openapi.json")] == [
-            200,
-            200,
-            403,
-        ]
-        open_, closed = (sent(server.port, "GET", "/openapi.json", **headers)[2] for headers in ({}, token))
-        for of_export in (b'"examples"', b'"favorites"'):
-            assert of_export in closed and of_export not in open_
-        assert sorted(operations(json.loads(open_))) == sorted(PATHS)
-        assert TOKEN.encode() not in sent(server.port, "GET", "/docs")[2]
-
-
-def test_the_export_and_the_server_say_what_a_request_may_have(server: Running, folder: Path, tmp_path: Path) -> None:
-    entries = described(server)["components"]["schemas"]["Body"]["properties"]
-    assert set(entries["user"]["anyOf"][0]["properties"]) == {"country", "favorites", "age", "taste"}
-    assert "action" in entries["events"]["anyOf"][0]["items"]["properties"]
-    assert (entries["k"]["default"], entries["boost_new"]["default"], entries["stage1"]["default"]) == (10, 0.0, None)
-    export = LiveExport(folder, print)
-    other = LiveExport(export_small(small_model("dot", 9), tmp_path / "served"), print)
-    with running(export, stage1=40, boost_new=1.5) as boosting:
-        entries = described(boosting)["components"]["schemas"]["Body"]["properties"]
-        assert (entries["stage1"]["default"], entries["boost_new"]["default"]) == (40, 1.5)
-        export.retriever = other.retriever  # another export takes over
-        assert (
-            described(boosting)["components"]["schemas"]["Body"]["properties"]["user"]["anyOf"][0]["properties"] == {}
-        )
-    long: Any = SimpleNamespace(files=export.retriever.files, inputs=export.retriever.inputs, kinds={}, num_items=1)
-    long.raw_ids = ["a" * 200]
-    description = described(server)
-    (query, _) = openapi.of_export(description, long, {"k": 5})["paths"]["/items"]["get"]["parameters"]
-    assert len(query["example"]) == query["schema"]["maxLength"] == 100
-    assert description == described(server)

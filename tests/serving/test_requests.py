@@ -208,7 +208,7 @@ def test_an_export_without_counts_says_what_it_needs(
     retriever = Retriever.load(export_small(plain, tmp_path / "plain"))
     assert retriever.recommend([{}]) == [{"error": f"{problem}give an item, or export with --filterable actions"}]
     retriever = Retriever.load(export_small(featured, tmp_path / "featured"))
-    unknown, stated = retriever.recommend([{}, {"user": {name: None for name in retriever.inputs["user"]}}])
+    unknown, stated = retriever.recommend([{}, {"user": {of.name: None for of in featured.tower.schema.of("user")}}])
     assert unknown == stated and "fallback" not in unknown
 
 

@@ -356,15 +356,6 @@ def test_an_answer_says_what_answered(server: Running) -> None:
     assert server.metric(f"logitmix_export_info{{{labels}}}") == 1
 
 
-def test_an_answer_repeats_what_traces_its_request(silent: Running) -> None:
-    traced = ["traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "x-request-id: 7"]
-    for path in ("/retrieve", "/nothing"):
-        _, received = asked_with(silent, path, "Host: here", *traced)
-        said, _, _ = received.decode().partition("\r\n\r\n")
-        assert set(traced) <= set(said.split("\r\n"))
-    assert b"traceparent" not in asked_with(silent, "/retrieve", "Host: here")[1]
-
-
 NESTED = b'{"user": {"age": ' + b"[" * 900 + b"]" * 900 + b"}}"
 MALFORMED = [
     b"",
@@ -634,7 +625,7 @@ def test_hosts_and_origins_can_be_allowed(folder: Path) -> None:
         assert status == 200 and f"access-control-allow-origin: {shop}".encode() in received
         # What a browser asks first, without the token.
         asks = "Access-Control-Request-Method: POST\r\n"
-        asks += "Access-Control-Request-Headers: authorization, content-type, traceparent, x-request-id"
+        asks += "Access-Control-Request-Headers: authorization, content-type"
         received = server.send(
             "\r\n".join(["OPTIONS /retrieve HTTP/1.1", *lines, asks, "Connection: close", "", ""]).encode()
         )
@@ -691,16 +682,16 @@ def test_a_bad_chunk_after_the_answer_ends_the_connection(silent: Running) -> No
 
 
 def require_cut_off(
-    server: Running, client: socket.socket, metrics: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    server: Running, client: socket.socket, metrics: Callable[[], str], monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
-    """Asks for 4,000 pages at once, and reads nothing. They are made one by one, as the client reads them."""
+    """Asks for many pages at once, and reads nothing. They are made one by one, as the client reads them."""
     monkeypatch.setattr(connection_module, "PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(connection_module, "READ_RATE", 2**30)
 
     def pages() -> int:
         return sum(int(float(of)) for of in re.findall(r'requests_total{path="/",.*} (.*)', metrics()))
 
-    asked, before = 4000, pages()
+    before = pages()
     client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * asked)
     until(lambda: bool(server.server.server_state.connections))
     until(lambda: not server.server.server_state.connections)
@@ -708,11 +699,15 @@ def require_cut_off(
 
 
 def test_who_does_not_read_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(10)
-        client.connect(("127.0.0.1", silent.port))
-        require_cut_off(silent, client, lambda: silent.get("/metrics")[0], monkeypatch)
+    """Also of 20 pages, which are less than asyncio takes before it says that a client is slow."""
+    (listening,) = silent.server.servers[0].sockets
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for asked in (20, 4000):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(10)
+            client.connect(("127.0.0.1", silent.port))
+            require_cut_off(silent, client, lambda: silent.get("/metrics")[0], monkeypatch, asked)
 
 
 def test_answers_that_nobody_reads_are_bounded(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,16 +754,16 @@ def test_files_that_are_written_to_while_they_are_served(
                 ("POST", "/retrieve"),
                 ("GET", "/items?query=7"),
                 ("GET", "/readyz"),
-                ("GET", "/openapi.json"),
             ):
                 status, found = server.ask({"history": ["id 7"]}, method, path)
                 assert status == 503 and found["error"].startswith(said)
             assert server.ask(b"", "GET", "/healthz")[0] == 200
             until(lambda: bool(server.said))
-            # The same content, as a copy of the export over itself leaves it.
-            file.write_bytes(content)
-            assert server.ask({"history": ["id 7"]})[0] == 200
             assert [line.startswith(said) for line in server.said] == [True]
+            file.write_bytes(content)
+            again = Path(shutil.copytree(folder, tmp_path / "again"))
+            publish(again, served)
+            until(lambda: server.ask({"history": ["id 7"]})[0] == 200)
         # Another file at the path of a mapped one does no harm.
         file.with_suffix(".new").write_bytes(b"")
         file.with_suffix(".new").rename(file)
@@ -820,7 +815,7 @@ def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest
     everything = [
         {"id": each, "title": f"«{each}»", "columns": retriever.values(item)} for item, each in enumerate(raw_ids(X))
     ]
-    about = {"columns": retriever.kinds, "most_score": pytest.approx(20)}
+    about = {"columns": retriever.kinds}
 
     def found(query: str, limit: int = 100) -> Any:
         return silent.ask(b"", "GET", f"/items?limit={limit}&query={query}")[1]
@@ -844,11 +839,10 @@ def searched(ids: list[str], titles: list[str] | None, *words: Any, **columns: l
         raw_ids=in_order(ids),
         num_items=len(ids),
         titles=in_order(titles) if titles else None,
-        files=MappedFiles({}),
+        files=MappedFiles(),
         filters=SimpleNamespace(columns=made),
         kinds={},
         values=lambda item: {},
-        most_score=None,
     )
     return [row["id"] for row in search(retriever, *words)["items"]]
 
@@ -871,7 +865,7 @@ def test_the_most_popular_items_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert "".join(searched([*"12345"], titles, "red", 1, actions=actions)) == "2"
 
 
-def test_items_are_searched_by_words_and_with_slips() -> None:
+def test_items_are_searched_by_words() -> None:
     titles = ["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"]
     for query, ids in {
         "night": "123",
@@ -879,16 +873,6 @@ def test_items_are_searched_by_words_and_with_slips() -> None:
         "train  NIGHT": "1",
         "train 1": "1",
         "train 2": "",
-        "nihgt": "123",  # two exchanged
-        "niht": "",  # too short for a slip
-        "nigth tran": "",
-        "trian night": "1",
-        "nightt": "123",  # one too much
-        "mornng": "4",  # one missing
-        "murning": "4",  # one wrong
-        "mourni": "4",  # while it is typed
-        "muurning": "",
-        "ladxx": "",
     }.items():
         assert "".join(searched([*"1234"], titles, query, 9)) == ids, query
 
@@ -1108,26 +1092,6 @@ def told_at_the_start(
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
             signal.signal(number, handler)
     return capsys.readouterr().err.splitlines()
-
-
-@pytest.mark.parametrize(("mode", "owned", "warned"), [
-    (0o600, True, False), (0o644, True, True), (0o640, True, True), (0o440, False, False), (0o444, False, True),
-])  # fmt: skip
-def test_a_token_that_others_may_read_is_warned_of(
-    folder: Path, tmp_path: Path, mode: int, owned: bool, warned: bool,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """In a volume of Kubernetes, the file is root's, and the group is that of the server."""
-    file = tmp_path / "token"
-    file.write_text(TOKEN)
-    file.chmod(mode)
-    if not owned:
-        monkeypatch.setattr("os.geteuid", lambda: file.stat().st_uid + 1)
-    *warnings, url = told_at_the_start([str(folder), "--token-file", str(file)], capsys, monkeypatch)
-    assert " on http://" in url and warnings == warned * [
-        f"logitmix: --token-file {file} may be read by other users of this machine (mode {mode:04o}); better: "
-        f"chmod go= {file}"
-    ]
 
 
 def test_other_hosts_are_warned_of(

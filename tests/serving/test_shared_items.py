@@ -1,10 +1,9 @@
-"""Processes that share an export's items, and shards of them, answer as one process does, bit for bit."""
+"""Shards of an export answer as one process does, bit for bit."""
 
 import asyncio
-import json
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,21 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import two_ranks
-from asking import answered, ranked_rows
+from asking import ranked_rows
 from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
 from test_server import running
 from waiting import until
 
-from logitmix.comm.process_group import process_group
 from logitmix.common.files import publish
 from logitmix.serving.cluster import Arguments, Shard, Shards, build
-from logitmix.serving.group import Group, ShardsLost, part_of
-from logitmix.serving.items import Items
+from logitmix.serving.group import ShardsLost
 from logitmix.serving.live import LiveExport
 from logitmix.serving.ranking import Task
-from logitmix.serving.request import Options, Request
+from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.topk import NOTHING
 from logitmix.trainer.export import export as export_module
@@ -88,145 +83,6 @@ def answers(retriever: Retriever) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def of_one(exports: dict[str, Path]) -> dict[str, list[Any]]:
-    """The answers of one process."""
-    return two_ranks.run(answers_of, exports, world_size=1)[0]
-
-
-def answers_of(paths: dict[str, Path]) -> dict[str, list[Any]]:
-    return {name: answers(Retriever.load(path)) for name, path in paths.items()}
-
-
-def same_calls_on_all(paths: dict[str, Path], of_one: dict[str, list[Any]]) -> dict[str, Any]:
-    """Whether each process has the answers of one alone, which items it ranks, and the most keys that cross."""
-    sent: list[int] = []
-    gather = dist.all_gather
-
-    def counted(parts: list[torch.Tensor], own: torch.Tensor, **options: Any) -> Any:
-        sent.append(own.shape[1])
-        return gather(parts, own, **options)
-
-    found = {}
-    with process_group("cpu", 60) as ranks:
-        for name, path in paths.items():
-            rows, shared = Items.rows, Retriever.load(path, group=ranks.group)
-            if ranks.rank:
-                Items.rows = None  # type: ignore[assignment, method-assign]
-            dist.all_gather = counted
-            sent.clear()
-            equal = answers(shared) == of_one[name]
-            dist.all_gather, Items.rows = gather, rows  # type: ignore[method-assign]
-            shared.retrieve([[3]], 5, stage1=17)
-            items = shared._ranker.items.own
-            if shared.tower.hindexer is not None:
-                assert sum(corpus.num_items for _, corpus in shared._ranker.corpora) == len(items)
-            found[name] = equal, (items.start, items.stop), max(sent)
-        # Two devices of each process.
-        several = Retriever.load(paths["cached"], ["cpu", "cpu"], group=ranks.group)
-        found["devices"] = answers(several) == of_one["cached"], (0, X), 0
-    return found
-
-
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_shared_items_are_ranked_as_by_one_process(
-    exports: dict[str, Path], of_one: dict[str, list[Any]], processes: int
-) -> None:
-    of_ranks = two_ranks.run(same_calls_on_all, exports, of_one, world_size=processes)
-    for name in exports:
-        assert [found[name][0] for found in of_ranks] == [True] * processes, name
-        # Each holds its own part, and no more than k' or k keys of a request cross.
-        bounds = [found[name][1] for found in of_ranks]
-        assert [0, *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), X]
-        assert max(found[name][2] for found in of_ranks) <= X
-        if name != "two shards":
-            assert max(stop - start for start, stop in bounds) < X * 0.7
-    assert all(found["devices"][0] for found in of_ranks)
-    parts = {stop - start for start, stop in (found["two shards"][1] for found in of_ranks)}
-    assert (0 in parts) == (processes == 3)
-
-
-def errors(paths: dict[str, Path], damaged: Path) -> list[Any]:
-    with process_group("cpu", 60) as ranks:
-        found, shared = [], Retriever.load(paths["cached"], group=ranks.group)
-        calls: list[Callable[[], object]] = [
-            lambda: answered(shared, [*[{"history": ["id 7"]}] * 4, *[{"user": {"age": 3e38}}] * 40], Options(3)),
-            lambda: ranked_rows(
-                shared.recommend([{"history": ["id 7"]}, {"history": ["id 7"], "user": {"age": "old"}}], 3)
-            ),
-            lambda: shared.retrieve([[X]], 3),
-            lambda: Retriever.load(damaged, group=ranks.group),
-            lambda: Retriever.load(paths["cached" if ranks.rank else "computed"], group=ranks.group),
-            lambda: Retriever.load(paths["cached"], "tpu" if ranks.rank else "cpu", group=ranks.group),
-            lambda: Retriever.load("nowhere", group=ranks.group),
-        ]
-        for call in calls:
-            try:
-                call()
-                found.append(None)
-            except ValueError as error:
-                found.append(str(error))
-        # None of this has put the processes out of step.
-        return [*found, shared.retrieve([[3]], 5, stage1=40).items.tolist()]
-
-
-def test_what_one_process_finds_wrong_all_raise(exports: dict[str, Path], tmp_path: Path) -> None:
-    damaged = export_small(small_model("dot", 40), tmp_path / "damaged")
-    # That of the second process alone: the only shard is its part.
-    shard = next(damaged.glob("items-*"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    first, second = two_ranks.run(errors, exports, damaged)
-    messages = zip(
-        first[:-1],
-        second[:-1],
-        (
-            "request 4: a number among its features is too large",
-            "request 1: feature age is 'old'",
-            f"history 0 holds {X}; item indices go from 0 to {X - 1}",
-            f"{shard} is damaged (its SHA-256 is not that in manifest.json)",
-            "the processes find different exports at ",
-            "there is no device tpu to retrieve on",
-            "no serving directory at nowhere",
-        ),
-        strict=True,
-    )
-    for *said, expected in messages:
-        assert all(of.startswith(expected) and "\n" not in of for of in said)
-    assert first[-1] == second[-1] == Retriever.load(exports["cached"]).retrieve([[3]], 5, stage1=40).items.tolist()
-
-
-def followed(path: Path) -> Any:
-    with process_group("cpu", 60) as ranks:
-        shared = Retriever.load(path, group=ranks.group)
-        if ranks.rank:
-            return shared.follow()
-        found = shared.rows(["id 7"], 5, stage1=40)
-        with pytest.raises(ValueError, match="request 0: a number among its features is too large"):
-            ranked_rows(shared.recommend([{"user": {"age": 3e38}}], 3))
-        found += shared.rows(["id 14"], 5, stage1=40)
-        shared.release()
-        return found
-
-
-def test_processes_may_follow_the_first(exports: dict[str, Path]) -> None:
-    found, *others = two_ranks.run(followed, exports["cached"], world_size=3)
-    alone = Retriever.load(exports["cached"])
-    assert found == [row for raw_id in ("id 7", "id 14") for row in alone.rows([raw_id], 5, stage1=40)]
-    assert others == [None, None]
-
-
-def test_the_command_answers_on_several_processes(exports: dict[str, Path], tmp_path: Path) -> None:
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"history": [f"id {item * 7}" for item in of]}) + "\n" for of in HISTORIES))
-    path, files = str(exports["cached"]), [tmp_path / f"{count}.jsonl" for count in (1, 2)]
-    for count, out in enumerate(files, 1):
-        words = ["retrieve", path, "--histories", str(asked), "--stage1", "40", "-k", "7", "--out", str(out)]
-        assert two_ranks.command(words, tmp_path, count) == f"{out}: {len(HISTORIES)} requests answered\n"
-    assert len({file.read_text() for file in files}) == 1
-    said = two_ranks.command(["retrieve", path, "--json", "--history", "new"], tmp_path, world_size=2, status=2)
-    assert said.startswith("logitmix: the request: no item of demo has the id 'new'; ") and said.count("\n") == 1
-
-
 class Call:
     """What Ray Serve's handle returns for a call."""
 
@@ -267,8 +123,8 @@ def handles(folders: Sequence[Path], **given: Any) -> list[Handle]:
     ]
 
 
-def front(shards: list[Handle], said: list[str], allow_partial: bool = False, seconds: float = 60) -> Shards:
-    return Shards(shards, said.append, allow_partial, seconds)
+def front(shards: list[Handle], said: list[str], seconds: float = 60) -> Shards:
+    return Shards(shards, said.append, seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -276,12 +132,12 @@ def _shards_look_when_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shard, "_watch", lambda of: None)
 
 
-@pytest.mark.parametrize("name", ["cached", "two shards", "computed", "one stage", "int8"])
-def test_shards_answer_as_one_process_does(exports: dict[str, Path], of_one: dict[str, list[Any]], name: str) -> None:
+@pytest.mark.parametrize("name", ["cached", "two shards", "computed", "one stage", "int8", "removed"])
+def test_shards_answer_as_one_process_does(exports: dict[str, Path], name: str) -> None:
+    """Also where there are fewer files of items than shards."""
     said: list[str] = []
     export = LiveExport(exports[name], said.append, front(handles([exports[name]] * 3), said))
-    assert answers(export.retriever) == of_one[name]
-    assert export.retriever.missing == {"missing_shards": [], "missing_share": 0.0}
+    assert answers(export.retriever) == answers(Retriever.load(exports[name]))
     with pytest.raises(ValueError, match="request 0: feature age is 'old'"):
         ranked_rows(export.retriever.recommend([{"user": {"age": "old"}}], 3))
     assert export.retriever.rows(["id 7"], 9) == Retriever.load(exports[name]).rows(["id 7"], 9)
@@ -330,38 +186,21 @@ def test_shards_filter_by_what_their_front_knows(
         assert found == ranked_rows(alone.retriever.recommend(asked, 30, stage1=stage1)) and all(found)
 
 
-@pytest.mark.parametrize("allow_partial", [True, False])
-def test_a_shard_that_is_gone_is_missing_until_it_is_back(exports: dict[str, Path], allow_partial: bool) -> None:
-    folder, said, asked = exports["cached"], list[str](), ["id 7", "id 14"]
-    everything = Retriever.load(folder).rows(asked, X, stage1=X)
+def test_a_shard_that_is_gone_is_missing_until_it_is_back(exports: dict[str, Path]) -> None:
+    folder, said, asked = exports["cached"], list[str](), {"history": ["id 7", "id 14"], "k": 9}
     shards = handles([folder] * 3)
-    export = LiveExport(folder, said.append, front(shards, said, allow_partial))
-    assert export.retriever.rows(asked, X, stage1=X) == everything
-    sizes = export.retriever._ranker.sizes
-    left = [row for row in everything if not sizes[0] <= int(row["id"].split()[1]) / 7 < sum(sizes[:2])]
-    missing = {"missing_shards": [2], "missing_share": round(sizes[1] / X, 6)}
+    export = LiveExport(folder, said.append, front(shards, said))
     with running(export) as server:
+        expected = server.ask(asked)
         of_second, shards[1].shard = shards[1].shard, None
         # The first answer finds it gone, and the second knows.
         for _ in range(2):
-            status, found = server.ask({"history": asked, "k": X, "stage1": X})
-            if allow_partial:
-                assert [row["score"] for row in found["items"]] == [row["score"] for row in left]
-                assert (status, missing) == (200, {name: found[name] for name in missing})
-            else:
-                assert (status, found) == (503, {"error": "shard 2/3 is missing: the actor died"})
-        assert server.status("/readyz") == (200 if allow_partial else 503)
-        assert server.ask(b"", "GET", "/healthz")[1]["missing_shards"] == [2]
-        assert server.metric("logitmix_items_missing_share") == missing["missing_share"]
+            assert server.ask(asked) == (503, {"error": "shard 2/3 is missing: the actor died"})
+        assert (server.status("/readyz"), server.status("/healthz")) == (503, 200)
         shards[1].shard = of_second
-        until(lambda: server.status("/readyz") == 200 and server.metric("logitmix_shards_missing") == 0)
-        status, found = server.ask({"history": asked, "k": X, "stage1": X})
-        assert (status, found["missing_shards"], len(found["items"])) == (200, [], len(everything))
-        for shard in shards:
-            shard.shard = None
-        status, found = server.ask({"history": asked})
-        assert status == 503 and found["error"].count("the actor died") == 3
-    assert said[:2] == ["shard 2/3 is missing: the actor died", "shard 2/3 answers"]
+        until(lambda: server.status("/readyz") == 200)
+        assert server.ask(asked) == expected and expected[0] == 200
+    assert said == ["shard 2/3 is missing: the actor died", "shard 2/3 answers"]
 
 
 def test_a_new_export_takes_over_once_all_shards_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +211,7 @@ def test_a_new_export_takes_over_once_all_shards_have_it(tmp_path: Path, monkeyp
     said: list[str] = []
     of_first, of_second = (Retriever.load(path).rows(["id 7"], 9, stage1=40) for path in (first, second))
     shards = handles(folders[1:])
-    export = LiveExport(folders[0], said.append, front(shards, said, True))
+    export = LiveExport(folders[0], said.append, front(shards, said))
 
     def published(folder: Path, shard: Handle | None) -> None:
         publish(Path(shutil.copytree(second, tmp_path / "next")), folder)
@@ -384,7 +223,6 @@ def test_a_new_export_takes_over_once_all_shards_have_it(tmp_path: Path, monkeyp
         for _ in range(3):
             assert not export.refresh()
             assert export.retriever.rows(["id 7"], 9, stage1=40) == of_first
-            assert export.missing["missing_shards"] == []
     published(folders[2], shards[1])
     assert export.refresh()
     assert export.retriever.rows(["id 7"], 9, stage1=40) == of_second
@@ -421,7 +259,7 @@ def test_what_the_configuration_of_a_cluster_gets_wrong(exports: dict[str, Path]
         ({"shards": 0}, "args: shards is 0; it must be at least 1"),
         ({"shard_seconds": 0.0}, "args: shard_seconds is 0.0; it must be above 0"),
         ({"wait_ms": 2000}, "args: --wait-ms is 2000"),
-        ({"drain_seconds": 1.0}, "args: unknown key drain_seconds"),
+        ({"threads": 1}, "args: unknown key threads"),
     ):
         with pytest.raises(ValueError, match=problem):
             build(given | wrong)
@@ -429,21 +267,3 @@ def test_what_the_configuration_of_a_cluster_gets_wrong(exports: dict[str, Path]
         _ = Arguments(**given, token_file="nowhere").allowed
     with pytest.raises(ValueError, match="no serving directory at "):
         Shard(Arguments(directory=str(tmp_path), shards=2), 0)
-
-
-def test_processes_that_are_out_of_step_answer_nothing_more() -> None:
-    group = Group()
-    group.size = 2
-    with pytest.raises(MemoryError), group.in_step():
-        raise MemoryError
-    assert group.lost
-    with pytest.raises(ConnectionError, match="have lost each other"):
-        group.first(lambda: 1)
-
-
-def test_parts_are_all_and_nearly_equal() -> None:
-    for length in range(9):
-        for parts in range(1, 6):
-            found = [part_of(range(length), part, parts) for part in range(parts)]
-            assert [at for part in found for at in part] == list(range(length))
-            assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -1,14 +1,10 @@
 import re
-from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from small_models import in_order
 
-from logitmix.serving import texts as texts_module
 from logitmix.serving.texts import ABSENT, Texts
 
 
@@ -24,24 +20,6 @@ def test_texts_are_what_they_were_made_of_and_are_found(texts: list[str], other:
         assert made.places(asked) == [texts.index(text) if text in texts else ABSENT for text in asked]
         # Now by their hashes.
         assert [made.find(text) for text in asked] == [texts.index(text) if text in texts else None for text in asked]
-
-
-def test_texts_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts_module, "_hashes", lambda data, bounds: np.zeros(len(bounds) - 1, np.uint64))
-    monkeypatch.setattr(texts_module, "_hash", lambda text: 0)
-    made, asked = in_order(["b", "a", "", "ab", "ba"]), ["ab", "x", "", "ba", "a", "aa"]
-    assert made.places(asked) == [3, ABSENT, 2, 4, 1, ABSENT]
-    assert [made.find(text) for text in asked] == [3, None, 2, 4, 1, None]
-
-
-def test_texts_are_found_by_their_hashes_once_these_are_computed() -> None:
-    texts = [*map(str, range(50)), "é" * 100, "x" * 1000]
-    # Of such an order, a search by bytes makes nothing.
-    made = replace(Texts.of(texts), order=torch.zeros(len(texts), dtype=torch.int64))
-    assert [made.find(text) for text in texts] == [0] + [None] * 51
-    made.places([])
-    # The last is longer than what is hashed.
-    assert [made.find(text) for text in texts] == [*range(51), None]
 
 
 def test_texts_are_a_sequence() -> None:

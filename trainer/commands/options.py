@@ -76,20 +76,13 @@ class ProcessesOption:
                     f"--processes is {self.processes}, but a launcher has started {world_size} ranks; leave it out"
                 )
         elif self.processes > 1:
-            threads = threads_of_each(self.processes) if isinstance(self, ItemProcessesOption) else 1
-            raise SystemExit(run_ranks([command, *words, *flags()], self.processes, threads))
+            raise SystemExit(run_ranks([command, *words, *flags()], self.processes, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOption:
     scale: int = 1
     """So many times the recipe's batch, with rates to match."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemProcessesOption(ProcessesOption):
-    processes: int = 1
-    """Processes to start on this host, which share the items; torchrun starts its own."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """`logitmix retrieve`: the top items for a history, or for each request of a file."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,15 +12,8 @@ from rich.text import Text
 
 from logitmix.common.mappings import counted
 from logitmix.common.messages import say, show, shown
-from logitmix.launch.processes import is_main, launched
-from logitmix.trainer.commands.options import (
-    ExportPlace,
-    ItemProcessesOption,
-    JSONOption,
-    excludes_history,
-    importing,
-    ranks_of,
-)
+from logitmix.launch.processes import launched
+from logitmix.trainer.commands.options import ExportPlace, JSONOption, excludes_history, importing
 from logitmix.trainer.commands.words import json_value, parse, parts, whole_numbers
 from logitmix.trainer.config import HistoryRule
 from logitmix.trainer.progress import counting
@@ -32,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Arguments(JSONOption, ItemProcessesOption):
+class Arguments(JSONOption):
     """The top items for one request."""
 
     directory: ExportPlace
@@ -83,17 +75,12 @@ class Arguments(JSONOption, ItemProcessesOption):
 
 def run(words: list[str]) -> None:
     arguments = parse(Arguments, "retrieve", words)
-    arguments.start_ranks("retrieve", words)
+    if launched():
+        raise ValueError("retrieve is no job for torchrun; recommend answers for many users on several processes")
     with importing():
         from logitmix.serving.retriever import Retriever
 
-    with ranks_of("retrieve") if launched() else nullcontext() as ranks:
-        retriever = Retriever.load(arguments.directory, group=ranks.group if ranks else None)
-        if is_main():
-            show_items(retriever, arguments)
-            retriever.release()
-        else:
-            retriever.follow()
+    show_items(Retriever.load(arguments.directory), arguments)
 
 
 def show_items(retriever: "Retriever", arguments: Arguments) -> None:
