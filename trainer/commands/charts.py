@@ -48,7 +48,9 @@ def chart(
     Returns:
         An SVG element; empty if there is no point.
     """
-    finite = [(group, [point for point in curve if np.isfinite(point).all()]) for group, curve in curves]
+    # Integers of a file may be too large for numpy's.
+    floats = [(group, [(float(x), float(value)) for x, value in curve]) for group, curve in curves]
+    finite = [(group, [point for point in curve if np.isfinite(point).all()]) for group, curve in floats]
     points = [(value, x, group) for group, curve in finite for x, value in curve]
     if not points:
         return Markup()
