@@ -213,16 +213,15 @@ def recommend(
     boost_new: float = 0.0,
     want: str = "",
 ) -> dict[str, int]:
-    """Writes the k best items for each user of a dataset, by a run or an export, as Parquet or CSV; returns counts. The
-    arguments are those of the command line."""
+    """Writes an export's k best items for each user of a dataset as Parquet or CSV; returns counts. The arguments are
+    those of the command line."""
     _require_whole(threads=threads)
     options = Options(k, exclude_history=exclude_history, stage1=stage1, boost_new=boost_new)
     asked = recommending.Asked(
         Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit), want
     )
-    export, asked = recommending.served(str(place), asked)
     with process_group("cpu", 60) as ranks:
-        return recommending.recommend(export, asked, ranks, threads)
+        return recommending.recommend(str(place), asked, ranks, threads)
 
 
 def _require_whole(**given: object) -> None:

@@ -53,7 +53,7 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   export RUN --out DIR                              best checkpoint -> serving directory
   fold DIR --deltas FOLDER --out DIR                a serving directory and its deltas -> serving directory
   retrieve DIR --history 1,2,3 [-k 10]              the top items for a history
-  recommend RUN|DIR --out FILE [-k 100]             the top items for all users of a dataset
+  recommend DIR --data.path DATASET --out FILE      the top items for all users of a dataset
   serve DIR [--port 8080]                           answers over HTTP, with a page to try it out
   update-items DIR --items FILE [--remove FILE]     items of a serving directory added, changed and removed
   rollback DIR [--to N]                             the export that was there before, in place of the one that is

@@ -8,6 +8,7 @@ import tyro
 
 from logitmix.launch.processes import is_main
 from logitmix.trainer.commands.options import (
+    ExportPlace,
     JSONOption,
     ProcessesOption,
     ThreadsOption,
@@ -24,12 +25,12 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """The top items for every user of a dataset, after all their actions. Where this was stopped before its end, the
     same command goes on."""
 
-    place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|DIR")]
-    """Run directory or serving directory."""
+    place: ExportPlace
+    """Serving directory."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
     """File to write, .parquet or .csv: user, rank, item, score."""
     data_path: Annotated[str, tyro.conf.arg(name="data.path", metavar="DIR")] = ""
-    """Dataset directory with the users' histories; that of the run when left empty."""
+    """Dataset directory with the users' histories."""
     users: str = ""
     """File with the raw id of a user in each line: only these."""
     similar_items: bool = False
@@ -39,13 +40,12 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Table of the items that may be recommended (CSV, JSON lines or Parquet), such as what is in stock; all when left
     empty."""
     where: str = ""
-    """A condition on its columns; without a table, on the export's filterable columns, or the dataset's features:
+    """A condition on its columns; without a table, on the export's filterable columns:
     "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
     limit: str = "{}"
     """Most items of a value of the export's filterable columns for each user, as a JSON object: {"category": 3}."""
     boost_new: float = 0.0
-    """Added to the scores of items of the last week: their first action in the dataset is of then, or they have none.
-    A line says what share of the recommendations is of such items, beside their share of that week's actions."""
+    """Added to the scores of new items: those for which the filterable column new is not 0."""
     want: str = ""
     """Which kind of action is to come. For models with model.wanted."""
     k: Annotated[int, tyro.conf.arg(aliases=["-k"])] = 100
@@ -61,7 +61,7 @@ def run(words: list[str]) -> None:
     arguments = parse(Arguments, "recommend", words)
     with importing():
         from logitmix.serving.request import Options
-        from logitmix.trainer.export.recommend import Asked, recommend, served
+        from logitmix.trainer.export.recommend import Asked, recommend
 
     exclude = excludes_history(arguments.exclude_history)
     options = Options(arguments.k, exclude_history=exclude, stage1=arguments.stage1, boost_new=arguments.boost_new)
@@ -76,14 +76,9 @@ def run(words: list[str]) -> None:
         json_value("--limit", arguments.limit, dict, '{"category": 3}'),
         arguments.want,
     )
-    export, asked = served(arguments.place, asked)
-    if str(export) != arguments.place:
-        # The ranks take what was made of the run.
-        words = [str(export) if word == arguments.place else word for word in words]
-        words += ["--data.path", asked.data]
     arguments.start_ranks("recommend", words)
     with ranks_of("recommend") as ranks:
-        counts = recommend(export, asked, ranks, arguments.threads_of_rank)
+        counts = recommend(arguments.place, asked, ranks, arguments.threads_of_rank)
     if is_main():
         of = "items" if asked.similar_items else "users"
         arguments.tell(counts, f"{asked.out}: {counts['rows']:,} rows for {counts[of]:,} {of}")

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
@@ -77,9 +76,11 @@ def filter_columns(
             tell(f"{of} are not in {table}, such as {absent[0].as_py()!r}")
         there = read.of(ids) | there
     if ACTIONS in names and ACTIONS not in there:
-        there[ACTIONS] = actions_of_items(dataset)
-    if NEW in names and NEW not in there and (new := new_items(dataset)):
-        there[NEW] = pa.array(new[0].astype(np.int8))
+        there[ACTIONS] = pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
+    if NEW in names and NEW not in there and (unit := dataset.unit_of_times()):
+        # Its first action is in the last week, or it has none.
+        since = int(dataset.timestamps_flat.max()) - WEEK * UNITS[unit]
+        there[NEW] = pa.array((dataset.first_times() > since).astype(np.int8))
     known = list(dict.fromkeys([*there, ACTIONS, *([NEW] if dataset.unit_of_times() else [])]))
     for name in names:
         if name not in there:
@@ -88,22 +89,6 @@ def filter_columns(
                 raise ValueError(f"{FLAG}: {name} in {place} has several values for an item; there are: {all_known}")
             raise ValueError(f"{FLAG}: no column {name!r} in {place}{nearest(name, known)}; there are: {all_known}")
     return {name: column_of(name, there[name]) for name in names}
-
-
-def actions_of_items(dataset: Dataset) -> pa.Array:
-    """Returns how many actions of the dataset each item has."""
-    return pa.array(np.bincount(dataset.items_flat[:], minlength=dataset.num_items))
-
-
-def new_items(dataset: Dataset) -> tuple[NDArray[np.bool_], float] | None:
-    """Which items have their first action in the last week of the dataset, or none, bool [X], and their share of that
-    week's actions; None where the unit of time is unknown."""
-    if not (unit := dataset.unit_of_times()):
-        return None
-    first_X, time_T = dataset.first_times(), dataset.timestamps_flat
-    since = int(time_T.max()) - WEEK * UNITS[unit]
-    is_new = first_X > since
-    return is_new, float(is_new[dataset.items_flat[time_T > since]].mean())
 
 
 class AsNeeded(UserDict[str, Any]):
