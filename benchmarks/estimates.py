@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.measure import Spent, in_turn, spent
-from logitmix.comm.process_group import process_group
+from logitmix.comm.process_group import Ranks, process_group
 from logitmix.trainer.commands.plan import plan_job
 from logitmix.trainer.config import Config, load_recipe, with_settings
 from logitmix.trainer.data.dataset import load_dataset
@@ -95,12 +95,18 @@ def train(config: Config, steps: int) -> None:
 @contextmanager
 def a_pipeline(config: Config, steps: int) -> Iterator[Pipeline]:
     """That trains so many steps in this process."""
-    with process_group(config.train.device, 120) as ranks:
-        dataset = load_dataset(config.data.path)
-        model = parallel_model(config, dataset.schema, ranks)
-        batches = training_batches(config, dataset, ranks)
-        with Pipeline(model, dense_optimizer(model.tower, config.dense), batches, steps) as pipeline:
-            yield pipeline
+    with process_group(config.train.device, 120) as ranks, pipeline_of(config, ranks, steps) as pipeline:
+        yield pipeline
+
+
+@contextmanager
+def pipeline_of(config: Config, ranks: Ranks, steps: int) -> Iterator[Pipeline]:
+    """Makes a pipeline that trains the configured model on these ranks for so many steps. Collective."""
+    dataset = load_dataset(config.data.path)
+    model = parallel_model(config, dataset.schema, ranks)
+    batches = training_batches(config, dataset, ranks)
+    with Pipeline(model, dense_optimizer(model.tower, config.dense), batches, steps) as pipeline:
+        yield pipeline
 
 
 if __name__ == "__main__":

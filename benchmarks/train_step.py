@@ -1,8 +1,9 @@
-"""A training step of MoL: the fused loss compared with other forms.
+"""A training step of MoL: the fused loss compared with other forms; and the speed of a recipe's steps.
 
     python -m benchmarks.train_step [--peer PATH]
+    python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET
 
-It compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
+The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
 both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are shared by a
 sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout of
 github.com/bailuding/rails: its MoL module is compared with ours at the same sizes, in FP32 and 16 parts, with negatives
@@ -10,6 +11,7 @@ shared by the batch (benchmarks/peer.py has the details). A CPU without BF16 ari
 seconds and peak memory are those of fresh processes, run in turn.
 """
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -19,12 +21,16 @@ import tyro
 from torch import Tensor
 
 from benchmarks import peer
+from benchmarks.estimates import a_pipeline
 from benchmarks.measure import Spent, in_turn, machine, median, print_table, spent, spread
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.losses.blockwise import Examples, blockwise_loss, softmax
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity.mol import MoL
+from logitmix.trainer.commands.sizing import load_sized
+from logitmix.trainer.config import with_settings
 from logitmix.trainer.parallel.parallelize import computes_bf16
+from logitmix.trainer.quiet import quietly
 from logitmix.trainer.step.memory import set_up_memory
 
 DIM, ITEMS, LENGTH = 64, 3706, 200
@@ -41,9 +47,18 @@ class Options:
     positions: int = 25600
     negatives: int = 128
     repetitions: int = 3
+    recipe: str = ""
+    """Instead, measure training steps of this recipe, in one process and one thread."""
+    data: str = ""
+    """The recipe's prepared dataset."""
+    steps: int = 5
+    """Training steps of the recipe, after two to warm up."""
 
 
 def main(options: Options) -> None:
+    if options.recipe:
+        print(throughput(options))
+        return
     tasks: dict[str, partial[Spent]] = {}
     if options.peer:
         tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
@@ -57,6 +72,25 @@ def main(options: Options) -> None:
     title = f"Towers and loss, forward and backward: {options.positions} positions x {options.negatives} negatives"
     print_table(("", "CPU s", "peak MB", "time / the first", "memory / the first"), rows, title)
     print(f"Median of {options.repetitions} (range), 1 thread; {machine()}.")
+
+
+def throughput(options: Options) -> str:
+    """Trains a recipe for some steps; says how many positions it trains in a CPU second, batches included."""
+    torch.set_num_threads(1)
+    config = with_settings(load_sized(options.recipe, options.data)[0], {"data.path": options.data})
+    config = with_settings(config, {"train.precision": "bf16" if BF16 else "fp32"})
+    with quietly(), a_pipeline(config, 2 + options.steps) as pipeline:
+        pipeline.train_step()
+        pipeline.train_step()
+        began, positions = time.process_time(), 0
+        for _ in range(options.steps):
+            pipeline.train_step()
+            positions += len(pipeline.batch.target_T)
+        spent_s = time.process_time() - began
+    return (
+        f"{options.recipe}, {config.train.precision}: {positions / spent_s:,.0f} positions a CPU second, "
+        f"{spent_s / options.steps * 1e3:,.0f} ms of CPU a step; {options.steps} steps, 1 thread; {machine()}"
+    )
 
 
 BF16 = computes_bf16(torch.device("cpu"))
