@@ -90,11 +90,7 @@ def train(
     {"train.epochs": 8}; another kind of similarity or encoder begins with the defaults of that kind. `callbacks` are
     told all rows of metrics, in addition to the loggers that train.loggers names; see `Logger`. `scale` is that of the
     command line: so many times the recipe's batch."""
-    known = not isinstance(callbacks, Logger) and all(isinstance(logger, Logger) for logger in callbacks)
-    require(known, "callbacks", f"{callbacks!r:.40}", "a list of objects of subclasses of Logger")
-    settings = {} if settings is None else settings
-    require(isinstance(settings, Mapping), "settings", f"{settings!r:.40}", 'a mapping, such as {"train.epochs": 8}')
-    _require_whole(scale=scale)
+    settings = settings or {}
     config, found = load_sized(recipe, str(settings.get("data.path", "")), scale, settings, str(run))
     config, sizes = settled(with_settings(config, settings), found)
     if sizes:
@@ -118,8 +114,6 @@ def evaluate(
     (evaluate.groups) and `want` (evaluate.want) where they are given; on the test part, of its refit if there is
     one."""
     require(split in ("test", "validation"), "split", f"{split!r:.40}", "test or validation")
-    _require_whole(threads=threads)
-    _require_names(groups=groups or ())
     chosen = None if groups is None else tuple(groups)
     results = evaluation.evaluate_run(fetch_run(run), split, "auto", threads, groups=chosen, want=want)
     return shown_metrics(results, f"{run}: {_of_step(split, results)}")
@@ -143,9 +137,6 @@ def compare(
     """Simple and learned methods on a dataset directory, each with so many minutes, the learned ones with each of so
     many seeds; returns the content of the folder's compare.json. The settings are by name, of the sections data and
     evaluate, or model.features: {"data.split": "time"}."""
-    require(isinstance(minutes, int | float) and type(minutes) is not bool, "minutes", f"{minutes!r:.40}", "a number")
-    _require_whole(threads=threads, seeds=seeds)
-    _require_names(methods=methods)
     found = comparison.compare(str(dataset), path_of(out), minutes, methods, threads, settings or {}, seeds)
     return Shown(found, shown(comparison.as_text(found)))
 
@@ -177,11 +168,9 @@ def export(
     Returns:
         Where the serving directory is, its counts and the checkpoint's step.
     """
-    there = tuple(exporting.EXTRAS)
     require(precision in get_args(Precision), "precision", f"{precision!r:.40}", f"among {get_args(Precision)}")
-    known = not isinstance(extras, str) and all(name in there for name in extras)
-    require(known, "extras", f"{extras!r:.40}", f"a list of some of {there}")
-    _require_names(filterable=filterable)
+    for name in extras:
+        require(name in exporting.EXTRAS, "extras", f"{name!r:.40}", f"among {tuple(exporting.EXTRAS)}")
     manifest = exporting.export(
         fetch_run(run),
         path_of(out),
@@ -215,21 +204,9 @@ def recommend(
 ) -> dict[str, int]:
     """Writes an export's k best items for each user of a dataset as Parquet or CSV; returns counts. The arguments are
     those of the command line."""
-    _require_whole(threads=threads)
     options = Options(k, exclude_history=exclude_history, stage1=stage1, boost_new=boost_new)
     asked = recommending.Asked(
         Path(out), str(data), options, str(users), similar_items, str(items), where, dict(limit), want
     )
     with process_group("cpu", 60) as ranks:
         return recommending.recommend(str(place), asked, ranks, threads)
-
-
-def _require_whole(**given: object) -> None:
-    for name, value in given.items():
-        require(type(value) is int, name, f"{value!r:.40}", "a whole number")
-
-
-def _require_names(**given: Collection[str]) -> None:
-    for name, value in given.items():
-        names = not isinstance(value, str) and all(isinstance(of, str) for of in value)
-        require(names, name, f"{value!r:.40}", "a list of names")

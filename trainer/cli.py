@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NoReturn
 
 from logitmix.common.driver import has_driver, why_it_does_not_load
@@ -33,7 +32,7 @@ from logitmix.trainer.config import recipe_names
 from logitmix.trainer.prepare.registry import SOURCES
 from logitmix.trainer.quiet import quietly
 
-OPTIONS = ("-h", "--help", "--version", "--completion")
+OPTIONS = ("-h", "--help", "--version")
 """Instead of a command."""
 WITHOUT_PLUGINS = (*OPTIONS, "doctor")
 """These work, too, where an installed plugin cannot be imported; doctor lists it."""
@@ -60,7 +59,6 @@ usage: logitmix COMMAND ...   (logitmix COMMAND --help tells more)
   doctor                                            what this machine has, and what is missing or does not work
 
   --version                                         of logitmix and the libraries that must match
-  --completion bash|zsh                             a script that completes words (docs/install.md)
   --import FILE.py | --import MODULE                with every command: a plugin (docs/extending.md)
   --trust-plugins                                   with every command: import the plugins that runs and recipes name
 
@@ -68,13 +66,6 @@ datasets: {names}
 recipes:  {recipes}"""
 COMMANDS = tuple(re.findall(r"^  ([a-z]\S*) ", USAGE, re.MULTILINE))
 """Each is a module of `commands` with its `Arguments` and `run(words)`, loaded when it is called."""
-
-BASE_MODULES = ("docstring_parser", "fsspec", "numpy", "pyarrow", "rich", "safetensors", "tomli_w", "torch", "tyro")
-EXTRA_MODULES = {
-    "train": ("torchrec", "fbgemm_gpu", "tensorboard", "matplotlib"),
-    "serve": ("fastapi", "fastapi_swagger", "uvicorn", "prometheus_client"),
-}
-"""Modules that `pip install logitmix` brings, and those that its extras add."""
 
 MAPPING = ("export", "fold", "retrieve", "recommend", "serve", "update-items")
 """Commands that map an export's files: who truncates one ends them by SIGBUS, of which at least a line shall tell."""
@@ -126,7 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "LostRank":
             end_lost(str(error))
         if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "allocate memory" in str(error):
-            _fail(_out_of_memory(error), 1)
+            settings = (
+                "train.batch_size, model.loss.negatives, model.encoder.max_length, model.dim, evaluate.batch_size"
+            )
+            _fail(f"there is not enough memory; lower what takes it: {settings}", 1)
         _tell_others(f"{name}: {error}", 1)
         raise
     finally:
@@ -139,10 +133,6 @@ def run(command: str, words: list[str]) -> None:
         print(_usage())
     elif command == "--version":
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
-    elif command == "--completion":
-        from logitmix.trainer.commands.completion import completion
-
-        print(completion("".join(words[:1]), COMMANDS, OPTIONS), end="")
     else:
         if command != "train":
             # Before torch is loaded. OpenMP's threads spin while they wait for work, which made ranking take three
@@ -167,25 +157,12 @@ def _usage() -> str:
     return USAGE.format(names=", ".join(SOURCES), recipes=", ".join(recipe_names()))
 
 
-def _out_of_memory(error: Exception) -> str:
-    wanted = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \S*B)", str(error))
-    size = f" for {int(wanted[1]) / 2**30:,.1f} GiB" if wanted and wanted[1] else f" for {wanted[2]}" if wanted else ""
-    return (
-        f"there is not enough memory{size}; lower what takes it: train.batch_size, model.loss.negatives, "
-        "model.encoder.max_length, model.dim, evaluate.batch_size"
-    )
-
-
 def _what_to_install(command: str, error: ModuleNotFoundError) -> str:
-    """The missing modules and the command that installs them; a missing module of logitmix is our own bug."""
+    """The missing module and the command that installs it; a missing module of logitmix is our own bug."""
     module = (error.name or "").partition(".")[0]
     if module in ("", "logitmix"):
         raise error
-    if module in BASE_MODULES:
-        return f"{command} needs {module}: pip install logitmix"
-    extra = "serve" if command == "serve" else "train"
-    others = [name for name in EXTRA_MODULES[extra] if name != module and find_spec(name) is None]
-    return f"{command} needs {', '.join([module, *others])}: pip install 'logitmix[{extra}]'"
+    return f"{command} needs {module}: pip install 'logitmix[{'serve' if command == 'serve' else 'train'}]'"
 
 
 def end_unread() -> NoReturn:

@@ -14,16 +14,6 @@ class Finder:
             {INTERRUPT}
 sys.meta_path.insert(0, Finder())
 """
-IN_A_DESTRUCTOR = f"""
-class Dying:
-    def __del__(self):
-        {INTERRUPT}
-import logitmix.trainer.cli as cli
-def run(command, words):
-    while True:
-        Dying()
-cli.run = run
-"""
 TWICE = f"""
 import logitmix.trainer.cli as cli
 def run(command, words):
@@ -61,12 +51,11 @@ atexit.register(end)
     ("when", "status", "said"),
     [
         (WHILE_LOADING, -signal.SIGINT, ""),
-        (IN_A_DESTRUCTOR, 130, ""),
         (TWICE, -signal.SIGINT, ""),
         (AT_THE_END, -signal.SIGINT, ""),
         (SWALLOWED, 130, "logitmix: stopped\n"),
     ],
-    ids=["while modules load", "in a destructor", "twice", "while the interpreter ends", "where a library swallows it"],
+    ids=["while modules load", "twice", "while the interpreter ends", "where a library swallows it"],
 )
 def test_an_interrupt_prints_no_traceback(when: str, status: int, said: str) -> None:
     program = f"import sys\n{when}\nfrom logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--version']\nmain()"
@@ -83,15 +72,3 @@ def test_who_has_seen_enough_of_the_output_is_told_nothing(words: str) -> None:
         assert command.stdout is not None and command.stderr is not None
         command.stdout.close()
         assert (command.stderr.read(), command.wait()) == (b"", 128 + signal.SIGPIPE)
-
-
-@pytest.mark.parametrize(
-    "works",
-    ["atexit.register(later)", "threading.Thread(target=lambda: (threading.main_thread().join(), later())).start()"],
-)
-def test_what_is_left_to_do_at_the_end_is_done(works: str) -> None:
-    """By functions for the end, and by threads, for whose end the interpreter waits."""
-    program = f"import atexit, sys, threading\nlater = lambda: sys.stdout.write('later')\n{works}\n"
-    program += "from logitmix.trainer.__main__ import main\nsys.argv[1:] = ['--version']\nmain()"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.endswith("later")

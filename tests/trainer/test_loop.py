@@ -18,7 +18,7 @@ from logitmix.trainer.parallel import parallelize
 from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths
-from logitmix.trainer.run.metrics import append_row, evaluations_since_best, read_rows
+from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.step import pipeline
 from logitmix.trainer.stopping import Stopping
 
@@ -152,15 +152,6 @@ def in_metrics(results: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in results.items() if "second" not in name}
 
 
-def test_a_run_that_ends_while_it_gets_better_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, said = write_dataset(tmp_path / "data", ring=True), "validation mrr was still rising at the end ("
-    settings = {"evaluate.metric": "mrr", "evaluate.every_epochs": 4, "train.epochs": 8, "tables.lr": 0.01}
-    train(small_config(data, settings), tmp_path / "rising")
-    assert said in capsys.readouterr().err
-    train(small_config(data, settings | STILL), tmp_path / "still")
-    assert said not in capsys.readouterr().err
-
-
 def with_slow_evaluations(config: Config, run: Path, seconds_by_rank: Sequence[float]) -> dict[str, float]:
     """Trains by a clock on which an evaluation takes so many seconds, and all else next to nothing."""
     now, evaluate = [0.0], Evaluation.__call__
@@ -189,16 +180,6 @@ def test_evaluations_count_as_training_time_on_all_ranks(tmp_path: Path) -> None
     for results in (alone, *of_two):
         assert 40 < results["seconds"] < 45
         assert results["examples_per_second"] > 1000, "it is that of the steps alone"
-
-
-def test_an_evaluation_that_is_better_begins_the_count_anew(tmp_path: Path) -> None:
-    for step, metric in enumerate((0.1, 0.3, 0.2, 0.3, 0.1), start=1):
-        append_row(tmp_path, "validation", step, {"mrr": metric})
-        append_row(tmp_path, "train", step, {"loss": metric})
-    assert evaluations_since_best(tmp_path, "mrr") == (3, {"kind": "validation", "step": 2, "mrr": 0.3})
-    append_row(tmp_path, "validation", 6, {"mrr": 0.4})
-    assert evaluations_since_best(tmp_path, "mrr")[0] == 0
-    assert evaluations_since_best(tmp_path / "none", "mrr") == (0, {})
 
 
 def test_evaluation_can_be_switched_off(tmp_path: Path) -> None:
@@ -236,7 +217,7 @@ def test_threads_far_above_the_cores_are_refused(tmp_path: Path) -> None:
         train(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("run", ["data", "data/run", "served"])
+@pytest.mark.parametrize("run", ["data/run", "served"])
 def test_a_run_in_its_dataset_or_an_export_is_refused(tmp_path: Path, run: str) -> None:
     config = small_config(write_dataset(tmp_path / "data"))
     (tmp_path / "served").mkdir()

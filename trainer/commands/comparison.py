@@ -2,9 +2,9 @@
 
 Each method has a folder in the output directory, NAME, and a learned one also NAME-SEED for each seed but 0. These are
 ordinary run directories. That of a simple method has results.json, test_ranks.json, test_users.json, dataset.json, and
-config.toml for the sections [data] and [evaluate]. What is there is not done again, and is refused where these sections
-were others. All methods see the same training actions, and all choices (checkpoints, EASE's penalty, the method itself)
-are made on validation: the first two by evaluate.metric, the method by CHOICE.
+config.toml. What is there is not done again, and is refused if it was made with other settings. All methods see the
+same training actions, and all choices (checkpoints, EASE's penalty, the method itself) are made on validation: the
+first two by evaluate.metric, the method by CHOICE.
 
 Axes: U users, S seeds, M numbers of a user (of runs and metrics), R resamples.
 """
@@ -13,8 +13,7 @@ import io
 import json
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +34,7 @@ from logitmix.common.messages import say, shown
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.launch.processes import end_lost, require_threads
 from logitmix.trainer.commands.sizing import AUTO, DOT, EXPLICIT, load_sized, settled
-from logitmix.trainer.config import BASELINES, Config, changed, dump_toml, flatten, with_settings, with_start
+from logitmix.trainer.config import BASELINES, Config, dump_toml, flatten, with_settings, with_start
 from logitmix.trainer.data.batches import require_trained
 from logitmix.trainer.data.dataset import Dataset, load_dataset
 from logitmix.trainer.data.limited import limited
@@ -59,12 +58,9 @@ from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.checksums import write_checksummed
 from logitmix.trainer.run.folder import (
-    checkpoint_paths,
     read_config,
-    remove_run,
     require_one_host,
     require_same,
-    require_same_dataset,
     start_path,
     upload_run,
 )
@@ -108,8 +104,6 @@ CHOICE = "hr@10"
 """On validation, it chooses the method; on the test part, the verdict names it."""
 SECTIONS = ("data.", "evaluate.")
 """Settings that may be given, for all methods alike."""
-OTHERS = ("data.path", "evaluate.batch_size", "evaluate.baselines")
-"""But these change no result of a simple method."""
 FEATURES = "model.features"
 """Likewise, for the learned ones."""
 PENALTIES = (100.0, 300.0, 30.0, 1000.0)
@@ -138,8 +132,8 @@ def compare(
     model.features for the learned ones, of which each is trained with `seeds` seeds from 0 on. Collective.
 
     Raises ValueError for no dataset or one that nothing can be trained on, no minutes or seeds, an unknown method,
-    settings of other sections or with which methods cannot be compared, a method that had more minutes before, and one
-    whose folder has a run of other settings, of another dataset, or of as many minutes with other threads.
+    settings of other sections or with which methods cannot be compared, and a method whose folder has a run of other
+    settings, minutes or threads, or of another dataset.
     """
     require(0 < minutes < inf, "minutes", minutes, "above 0 and finite")
     for name in methods:
@@ -155,35 +149,36 @@ def compare(
     if (out / "config.toml").is_file():
         raise ValueError(f"{out} is a run directory, and compare makes a folder of several; give another --out")
 
-    def configured(run: Path, minutes: float = minutes, threads: int = threads) -> Config:
-        name, _, seed = run.name.partition("-")
-        return config_of(name, dataset, minutes, threads, settings, int(seed or 0))
-
     learned = {name: [out / (f"{name}-{seed}" if seed else name) for seed in range(seeds)] for name in methods}
     # One seed after the other, so that all methods have as many where it is interrupted.
-    runs = [run for of_seed in zip(*learned.values(), strict=True) for run in of_seed]
-    configs, config = {run: configured(run) for run in runs}, configured(out / "dot")
+    configs = {
+        learned[name][seed]: config_of(name, dataset, minutes, threads, settings, seed)
+        for seed in range(seeds)
+        for name in methods
+    }
+    config = config_of("dot", dataset, minutes, threads, settings)
     dataset.schema.only(config.model.features)
     facts = facts_of("compare", config, dataset, methods=methods, seeds=seeds)
     with process_group("auto", config.comm.timeout_seconds, facts, end_lost) as ranks:
         evaluation = Evaluation(config.evaluate, config.data, config.model, limited(config.data, dataset), ranks)
         # Before anything is fitted.
         require_trained(evaluation.dataset, evaluation.held_out)
-        to_train = on_first_rank(lambda: [run for run in runs if not _is_done(run, configured, dataset)], ranks)
+        to_train = on_first_rank(lambda: [run for run in configs if not _is_done(run, configs[run], dataset)], ranks)
         left = len(to_train)
         if ranks.rank == 0 and left:
             say(
-                f"{left} of {len(runs)} runs are to be trained: {counted(left * minutes, 'minute')}, "
+                f"{left} of {len(configs)} runs are to be trained: {counted(left * minutes, 'minute')}, "
                 "evaluations on validation included"
             )
-        simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, config, evaluation, minutes), ranks)
+        simple, left_out = on_first_rank_at_length(lambda: _simple_methods(out, config, evaluation), ranks)
         with Stopping(ranks, config.train.stop_seconds) as stopping:
             job = Job(dataset, ranks, stopping)
-            for number, run in enumerate(runs, start=1):
+            for number, run in enumerate(configs, start=1):
                 doing = f"trains for {counted(minutes, 'minute')}" if run in to_train else "is done"
-                job.say(f"[{number}/{len(runs)}] {_label(run)} {doing}, run directory {run}")
+                name, _, seed = run.name.partition("-")
+                label = LABELS[name] + (f", seed {seed}," if seed else "")
+                job.say(f"[{number}/{len(configs)}] {label} {doing}, run directory {run}")
                 if run in to_train:
-                    on_first_rank_at_length(partial(_remove_shorter, run, minutes), ranks)
                     train_run(configs[run], run, job)
                     stopping.check()
         found = on_first_rank_at_length(
@@ -191,11 +186,6 @@ def compare(
         )
         upload_run(out, ranks)
     return found
-
-
-def _label(run: Path) -> str:
-    name, _, seed = run.name.partition("-")
-    return LABELS[name] + (f", seed {seed}," if seed else "")
 
 
 def config_of(
@@ -257,43 +247,21 @@ def _require_comparable(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {str(value).lower()}, but compare chooses on validation; leave it out")
 
 
-def _is_done(run: Path, configured: Callable[..., Config], dataset: Dataset) -> bool:
-    """Whether the run has its results with these settings. ValueError if it had more minutes, or as many and other
-    settings or threads, or if it is of another dataset, or of other settings, which a run of `train` has."""
+def _is_done(run: Path, config: Config, dataset: Dataset) -> bool:
+    """Whether the run has its results. ValueError if it is of another dataset, or of other settings, minutes or
+    threads."""
     if not (run / "config.toml").is_file():
         return False
-    config = configured(run)
-    before, now = read_config(run).train, config.train
-    if before.minutes > now.minutes:
+    require_same(run, config, dataset)
+    if (before := read_config(run).train.threads) != config.train.threads:
         raise ValueError(
-            f"{run} was trained for {counted(before.minutes, 'minute')}; give --minutes {before.minutes:g} or more, or "
-            "another --out"
-        )
-    if before.minutes < now.minutes:  # It will be removed, if it is of its own.
-        require_same(run, configured(run, before.minutes, before.threads), dataset)
-        return False
-    if before.threads != now.threads and (checkpoint_paths(run) or checkpoint_paths(start_path(run))):
-        raise ValueError(
-            f"{run} was trained with --threads {before.threads}; give the same, or another --out: with {now.threads}, "
+            f"{run} was trained with --threads {before}; give the same, or another --out: with {config.train.threads}, "
             "equal minutes would not be equal"
         )
-    require_same(run, config, dataset)
     return (run / "results.json").is_file()
 
 
-def _remove_shorter(run: Path, minutes: float) -> None:
-    """Removes a run of fewer minutes, to be trained anew: its learning rates have fallen."""
-    if not (run / "config.toml").is_file():
-        if checkpoint_paths(run):  # what is left in the copy of a store where a removal has failed
-            remove_run(run)
-        return
-    if (before := read_config(run).train.minutes) == minutes:
-        return
-    say(f"{_label(run)} had {counted(before, 'minute')}: {run} is removed and trained anew")
-    remove_run(run)
-
-
-def _simple_methods(out: Path, config: Config, evaluation: Evaluation, minutes: float) -> tuple[list[str], list[str]]:
+def _simple_methods(out: Path, config: Config, evaluation: Evaluation) -> tuple[list[str], list[str]]:
     """Fits and ranks the simple methods that are not there yet; returns the names of all that there are, and what is to
     be said of those that the corpus is too large for."""
     items = evaluation.dataset.num_items
@@ -307,21 +275,14 @@ def _simple_methods(out: Path, config: Config, evaluation: Evaluation, minutes: 
     for name in names:
         folder = out / name
         if (folder / "results.json").is_file():
-            require_same_dataset(folder, evaluation.dataset)
-            differ = changed(flatten(read_config(folder)), flatten(config))
-            said = [of for name, of in differ.items() if name.startswith(SECTIONS) and name not in OTHERS]
-            if said:
-                raise ValueError(
-                    f"{folder} has results of other settings: {'; '.join(said)}; give these, or another --out"
-                )
-            if read_results(folder)["budget"] == minutes:
-                continue
+            require_same(folder, config, evaluation.dataset)
+            continue
         folder.mkdir(parents=True, exist_ok=True)
-        results, rank_U = _fit_and_rank(name, evaluation, minutes)
+        results, rank_U = _fit_and_rank(name, evaluation, config.train.minutes)
         write_checksummed(folder / "dataset.json", evaluation.dataset.description())
         write_checksummed(folder / "config.toml", dump_toml(config))
         write_ranks(folder, rank_U, evaluation.raw_users("test"))
-        write_results(folder, results | {"budget": minutes})
+        write_results(folder, results)
         say(f"{LABELS[name]}: validation {CHOICE} {results['validation'][CHOICE]:.4f}")
     return names, left_out
 
@@ -546,7 +507,7 @@ def next_step(
     if not trained:
         return ""
     best = max(trained, key=lambda row: row["validation"][CHOICE])
-    more, name = f"--minutes {4 * minutes:g}", LABELS[best["method"]]
+    more, name = f"--minutes {4 * minutes:g} and another --out", LABELS[best["method"]]
     if best["still_rising"] is None:
         return f"{more}, because there was time for only one evaluation of {name}"
     if best["still_rising"]:

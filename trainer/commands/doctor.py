@@ -6,21 +6,18 @@ import json
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from logitmix.common.compiled import PARTS, missing_parts, triton_is_installed
 from logitmix.common.driver import DRIVER, has_driver, why_it_does_not_load
-from logitmix.common.mappings import counted, first_line
+from logitmix.common.mappings import first_line
 from logitmix.common.plugins import load_installed, plugins
 from logitmix.common.versions import versions
-from logitmix.launch.processes import cores, end_lost, launched, run_ranks
+from logitmix.launch.processes import end_lost, launched, run_ranks
 from logitmix.trainer.commands.options import JSONOption
 from logitmix.trainer.commands.words import parse
-from logitmix.trainer.prepare.config import machine_memory
 
 State = Literal["ok", "slow", "absent", "broken"]
 """slow: it works, but would be faster. absent: some commands cannot run. broken: something that is there does not
@@ -83,8 +80,6 @@ def examine() -> Iterator[Finding]:
     yield (libraries := _libraries())
     yield _compiled_parts()
     yield from _plugins()
-    yield _processor()
-    yield _memory()
     yield (gpus := _gpus())
     if libraries.state == "ok" and gpus.state != "broken":
         yield _ranks()
@@ -134,10 +129,8 @@ def _libraries() -> Finding:
 
 def _compiled_parts() -> Finding:
     if missing := missing_parts():
-        remedy = "install a C compiler, then logitmix again"
-        if compiler := shutil.which("cc"):
-            remedy = f"{compiler} is here: install logitmix again with pip install --verbose, and read what it said"
-        return Finding("compiled C", "slow", f"not built: {', '.join(missing)}; plain torch does it", remedy)
+        said = f"not built: {', '.join(missing)}; plain torch does it"
+        return Finding("compiled C", "slow", said, "install a C compiler, then logitmix again")
     return Finding("compiled C", "ok", ", ".join(PARTS.values()))
 
 
@@ -151,33 +144,6 @@ def _plugins() -> Iterator[Finding]:
         yield Finding("plugins", "ok", names or "none")
 
 
-def _processor() -> Finding:
-    import torch
-
-    has = torch.cpu.get_capabilities()
-    names = {"avx2": "AVX2", "avx512_f": "AVX-512", "avx512_vnni": "VNNI", "avx512_bf16": "BF16", "amx_bf16": "AMX"}
-    said = f"{counted(cores(), 'core')}: {_processor_name()}"
-    sets = [name for key, name in names.items() if has.get(key)]
-    if not sets:
-        return Finding("processor", "slow", f"{said}, without AVX2: the compiled parts use plain C")
-    return Finding("processor", "ok", f"{said} with {', '.join(sets)}")
-
-
-def _processor_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.processor() or platform.machine()
-
-
-def _memory() -> Finding:
-    total = machine_memory()
-    free = shutil.disk_usage(".").free
-    said = f"{total / 2**30:,.1f} GiB of memory, {free / 2**30:,.1f} GiB free on the disk of this folder"
-    return Finding("memory", "ok" if free > 2**30 else "slow", said, "" if free > 2**30 else "free some of the disk")
-
-
 def _gpus() -> Finding:
     import torch
 
@@ -186,13 +152,11 @@ def _gpus() -> Finding:
         if not triton_is_installed():
             return Finding("GPUs", "slow", f"{said}; no triton, so plain torch does what its kernels do", INSTALL)
         return Finding("GPUs", "ok", said)
-    if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch is a CPU build", INSTALL)
     if shutil.which("nvidia-smi"):
-        return Finding("GPUs", "broken", "there is an NVIDIA driver, but torch finds no GPU", "see nvidia-smi")
-    if torch.version.cuda and not has_driver():
-        return Finding("GPUs", "ok", f"none, and no NVIDIA driver here ({DRIVER}): everything runs on the CPU")
-    return Finding("GPUs", "ok", "none: everything runs on the CPU")
+        why = "torch is a CPU build" if torch.version.cuda is None else "torch finds no GPU"
+        return Finding("GPUs", "broken", f"there is an NVIDIA driver, but {why}", INSTALL)
+    lacks = f", and no NVIDIA driver here ({DRIVER})" if torch.version.cuda and not has_driver() else ""
+    return Finding("GPUs", "ok", f"none{lacks}: everything runs on the CPU")
 
 
 def _ranks() -> Finding:

@@ -46,8 +46,6 @@ class Arguments(JSONOption, ScaleOption, Config):
     """The GPU that the time of a step is estimated for."""
     gpu_gib: float = 0.0
     """Memory of a GPU in GiB; that of --gpu when 0."""
-    kernels: int = 0
-    """Kernels of a step, where they were counted; estimated when 0."""
     items: float = 0
     """Items, such as 1e9, where there is no dataset yet."""
     users: float = 0
@@ -99,8 +97,7 @@ def _table(word: str) -> Table:
 def run(words: list[str]) -> None:
     arguments, config, _ = of_recipe(Arguments, "plan", words, USAGE)
     require(arguments.gpu_gib >= 0, "--gpu-gib", arguments.gpu_gib, "above 0, or 0 for that of --gpu")
-    require(arguments.kernels >= 0, "--kernels", arguments.kernels, "at least 0")
-    plan = plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu, arguments.kernels)
+    plan = plan_job(config, arguments.devices(), arguments.imagined(), arguments.gpu)
     arguments.tell(dataclasses.asdict(plan), plan.text())
 
 
@@ -258,11 +255,8 @@ class StepBytes:
     total: int
 
 
-def plan_job(
-    config: Config, devices: "Devices", imagined: Imagined | None = None, gpu: str = "h100", kernels: int = 0
-) -> JobPlan:
-    """The plan of a run on these devices, with the dataset of the configuration or one of the imagined sizes. `kernels`
-    as in `step_time`.
+def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = None, gpu: str = "h100") -> JobPlan:
+    """The plan of a run on these devices, with the dataset of the configuration or one of the imagined sizes.
 
     Raises ValueError for no dataset, settings that the devices do not support, and tables that they have no room for.
     """
@@ -357,7 +351,7 @@ def plan_job(
         traffic={wire: traffic(rows, of) for wire, of in wires.items()},
         dense_bytes=int(load.dense),
         gpu=gpu,
-        step_time=step_time(GPUS[gpu], work, load, W, devices.per_host, kernels) if devices.kind == "cuda" else None,
+        step_time=step_time(GPUS[gpu], work, load, W, devices.per_host) if devices.kind == "cuda" else None,
         slowest=Slowest(
             positions=max(positions) * W / max(1, sum(positions)),
             rows=(sent.most_within + sent.most_between) * W / max(1, sent.total),

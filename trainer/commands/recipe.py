@@ -1,13 +1,14 @@
 """The words of `train` and `plan`: a recipe and its settings."""
 
 import dataclasses
-import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from logitmix.common.mappings import class_of_kind, nearest
+from logitmix.common.files import from_json
+from logitmix.common.mappings import class_of_kind
 from logitmix.trainer.commands.flags import last_value, take
 from logitmix.trainer.commands.recipe_help import show_help
 from logitmix.trainer.commands.sizing import load_sized, settled
@@ -15,7 +16,6 @@ from logitmix.trainer.commands.words import parse
 from logitmix.trainer.config import (
     KINDS,
     Config,
-    TableSettings,
     flatten,
     recipe_names,
     with_settings,
@@ -107,14 +107,16 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     """The words of a command line without `--tables.NAME.SETTING VALUE`, and these settings by the table's name: the
     command line's parser cannot know the names of tables.
 
-    Raises ValueError for an unknown setting, a missing value, or a value that is not a number.
+    What they are is checked with the other settings.
     """
     left, taken = take(words, lambda flag: flag.startswith("--tables.") and flag.count(".") == 2)
     by_name: dict[str, dict[str, Any]] = {}
     for flag, value in taken:
         _, name, setting = flag.split(".")
         setting = setting.replace("-", "_")
-        by_name.setdefault(name, {})[setting] = _table_value(flag, setting, value)
+        with suppress(ValueError):
+            value = from_json(value)
+        by_name.setdefault(name, {})[setting] = value
     return left, by_name
 
 
@@ -129,17 +131,3 @@ def take_start_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
             taken = first if word.startswith("--start.") else left
         taken.append(word.replace("--start.", "--", 1) if taken is first else word)
     return left, first
-
-
-def _table_value(flag: str, setting: str, text: str) -> Any:
-    kinds = typing.get_type_hints(TableSettings)
-    if setting not in kinds:
-        raise ValueError(f"unknown option {flag}{nearest(setting, list(kinds))}")
-    if not text:
-        raise ValueError(f"{flag} needs a value")
-    try:
-        if kinds[setting] is bool:
-            return {"true": True, "false": False}[text]
-        return kinds[setting](text) if kinds[setting] in (int, float) else text
-    except (ValueError, KeyError):
-        raise ValueError(f"{flag} is {text!r}; it must be of type {kinds[setting].__name__}") from None

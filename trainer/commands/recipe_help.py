@@ -1,15 +1,12 @@
 """`--help` after `train RECIPE` and `plan RECIPE`: what the recipe changes and the sections; with --help SECTION the
-settings of a section; with --help all those of all."""
+settings of a section and of those within; with --help all those of all."""
 
 import dataclasses
 import shlex
 import shutil
 import textwrap
-import typing
 from collections.abc import Mapping
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from logitmix.common.docstrings import docs_of
 from logitmix.common.mappings import nearest
@@ -34,7 +31,10 @@ def show_help(section: str, arguments: Config, config: Config, command: str) -> 
         if section not in known:
             near = nearest(section, list(known))
             raise ValueError(f"no section {section!r}{near}; --help takes {', '.join(known)} and {ALL}")
-        page = _alone(section, known[section])
+        page = known[section]
+        for name in reversed(section.split(".")):
+            said = {"__doc__": f"The settings of {section}."}
+            page = dataclasses.make_dataclass("Page", [(name, type(page), page)], frozen=True, namespace=said)()
     # Prints the page and ends the process.
     parse(type(page), command, ["--help"], page)
 
@@ -94,20 +94,3 @@ def _listed(said: Mapping[str, str]) -> list[str]:
         begin = f"  {name}".ljust(column)
         found.append(textwrap.fill(f"{begin}{text}", width, subsequent_indent=" " * column, break_on_hyphens=False))
     return found
-
-
-def _alone(section: str, value: Any) -> Any:
-    """A dataclass with the settings of a section, without those of the sections within, under their full names."""
-    kind: Any = type(value)
-    within = []
-    hints, docs = typing.get_type_hints(kind, include_extras=True), docs_of(kind)
-    settings: list[tuple[str, Any, Any]] = []
-    for entry in dataclasses.fields(kind):
-        default = getattr(value, entry.name)
-        if dataclasses.is_dataclass(default):
-            within.append(f"{section}.{entry.name}")
-        elif not isinstance(default, dict):
-            named = tyro.conf.arg(name=f"{section}.{entry.name}", help=docs.get(entry.name))
-            settings.append((entry.name, Annotated[hints[entry.name], named], default))
-    doc = f"{kind.__doc__} Sections within: {', '.join(within)}." if within else kind.__doc__
-    return dataclasses.make_dataclass(kind.__name__, settings, frozen=True, namespace={"__doc__": doc})()

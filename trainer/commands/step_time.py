@@ -113,10 +113,10 @@ def all_reduce_latency(ranks: int, per_host: int) -> float:
     return least + 2 * ((per_host - 1) * nvlink + math.ceil(math.log2(ranks / per_host)) * network)
 
 
-def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int, kernels: int = 0) -> StepTime:
-    """Of a step of each rank. `kernels` replaces their counted number."""
+def step_time(gpu: GPU, work: Work, load: Load, world_size: int, per_host: int) -> StepTime:
+    """Of a step of each rank."""
     of_rows = load.exchanges * (TABLES + EXCHANGE * (world_size > 1))
-    kernels = kernels or round(SEEN * (work.kernels + of_rows + OPTIMIZER))
+    kernels = round(SEEN * (work.kernels + of_rows + OPTIMIZER))
     traffic = work.traffic + load.tables + load.optimizer
     hosts, local = world_size // per_host, min(per_host, world_size)
     # A ring of n ranks sends the gradients' bytes 2 (n - 1) / n times; with hosts, each rank has its share to add up.

@@ -7,7 +7,7 @@ import functools
 import re
 import types
 import typing
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
@@ -63,30 +63,16 @@ def _fields_for_tyro(info: StructTypeInfo) -> StructConstructorSpec | None:
     return StructConstructorSpec(info.type, tuple(found))
 
 
-def flags_of(kind: type, prefix: str = "") -> dict[str, tuple[str, ...]]:
-    """The flags of a dataclass, each with the values that there are to choose from; where a section may be of several
-    kinds, those of all kinds."""
-    flags: dict[str, tuple[str, ...]] = {}
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for entry in dataclasses.fields(kind):
-        hint, name = hints[entry.name], entry.name.replace("_", "-")
-        markers = getattr(hint, "__metadata__", ())
-        if markers:
-            hint = typing.get_args(hint)[0]
-        united = isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple
-        members = typing.get_args(hint) if united else (hint,)
-        if tyro.conf.Positional in markers or typing.get_origin(hint) is dict:
-            continue
+def flags_of(kind: type, prefix: str = "") -> list[str]:
+    """The flags of a dataclass; where a section may be of several kinds, those of all kinds."""
+    flags: list[str] = []
+    for name, hint in typing.get_type_hints(kind).items():
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        name = name.replace("_", "-")
         if dataclasses.is_dataclass(members[0]):
-            for section in members:
-                for flag, choices in flags_of(section, f"{prefix}{name}.").items():
-                    flags[flag] = (*flags.get(flag, ()), *(new for new in choices if new not in flags.get(flag, ())))
-            continue
-        flags[f"--{prefix}{name}"] = tuple(
-            choice for each in members if typing.get_origin(each) is Literal for choice in typing.get_args(each)
-        )
-        if hint is bool:
-            flags[f"--{prefix}no-{name}"] = ()
+            flags += [flag for section in members for flag in flags_of(section, f"{prefix}{name}.")]
+        elif typing.get_origin(hint) is not dict:
+            flags += [f"--{prefix}{name}", *([f"--{prefix}no-{name}"] if hint is bool else [])]
     return flags
 
 
@@ -95,7 +81,7 @@ def _problem(event: _errors.ParseErrorEvent, kind: type, command: str) -> str:
     match event:
         case _errors.UnrecognizedArgs(tokens=[word, *_]) if word.startswith("-"):
             flag = word.partition("=")[0]
-            return f"unknown option {flag}{_meant(flag, list(flags_of(kind)))}; {see}"
+            return f"unknown option {flag}{_meant(flag, flags_of(kind))}; {see}"
         case _errors.UnrecognizedArgs(tokens=[word, *_]):
             return f"unknown word {word}; a flag takes one value, and several as a,b; {see}"
         case _errors.MissingArgs(missing_arguments=missing):

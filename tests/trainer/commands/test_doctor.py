@@ -5,7 +5,6 @@ import logging
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +23,10 @@ SETUP = (Path(__file__).parents[3] / "setup.py").read_text()
 
 def test_a_machine_that_passes_the_tests_is_sound(tmp_path: Path) -> None:
     """Two ranks are started and meet."""
-    report = json.loads(two_ranks.command(["doctor", "--json"], tmp_path))
+    report = json.loads(two_ranks.command(["doctor", "--json"], tmp_path))  # with exit status 0
     states = {finding["subject"]: finding["state"] for finding in report["findings"]}
     assert report["broken"] == [] and states["libraries"] == states["ranks"] == states["Python"] == "ok"
-    assert {"compiled C", "plugins", "processor", "memory", "GPUs", *doctor.OPTIONAL} <= states.keys()
+    assert {"compiled C", "plugins", "GPUs", *doctor.OPTIONAL} <= states.keys()
 
 
 def finding(subject: str) -> doctor.Finding:
@@ -62,8 +61,6 @@ def test_each_broken_plugin_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}, "ok", "fbgemm-gpu-cpu 1.8.0"),
         ({"torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}, "ok", "torch 2.11.0+cu130"),
         ({"torch": "2.13.0", "torchrec": "1.6.1", "fbgemm-gpu": "1.8.0"}, "broken", "not a matching set, which are"),
-        ({"torch": "2.13.0", "torchrec": "1.8.0"}, "broken", "not a matching set"),
-        ({"torch": "2.99.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"}, "broken", "not a matching set"),
         ({"torch": "2.13.0"}, "absent", "no torchrec: train, evaluate"),
     ],
 )
@@ -82,18 +79,6 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchrec", None)
     found = finding("libraries")
     assert found.state == "broken" and "torchrec does not load: import of torchrec halted" in found.said
-
-
-def test_a_library_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Finder:
-        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-            if name == "fbgemm_gpu":
-                raise OSError("Could not load this library") from OSError(f"{DRIVER}: cannot open shared object file")
-
-    monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    found = finding("libraries")
-    assert found.state == "broken" and f"fbgemm_gpu does not load: no NVIDIA driver here ({DRIVER}), " in found.said
 
 
 def test_a_command_without_the_driver(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +109,6 @@ def test_what_fbgemm_logs_and_raises_is_said_once(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("driver", "cuda", "count", "state", "said"),
     [
-        (False, None, 0, "ok", "none: everything runs on the CPU"),
         (False, "13.0", 0, "ok", "none, and no NVIDIA driver here (libnvidia-ml.so.1): everything runs on the CPU"),
         (True, None, 0, "broken", "torch is a CPU build"),
         (True, "13.0", 0, "broken", "torch finds no GPU"),
@@ -147,18 +131,3 @@ def test_gpus_and_ranks(
     # Ranks meet unless GPUs are broken.
     assert ("ranks" in found) == (state != "broken")
     assert "ranks" not in found or "did not meet, see above (exit status 3)" in found["ranks"].said
-
-
-def test_what_is_broken_shows_in_the_exit_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def examine() -> Any:
-        yield doctor.Finding("server", "absent", "no fastapi: serve", "pip install fastapi")
-
-    monkeypatch.setattr(doctor, "examine", examine)
-    cli.main(["doctor"])
-    assert capsys.readouterr().out == "absent  server       no fastapi: serve (pip install fastapi)\n"
-    monkeypatch.setattr(doctor, "examine", lambda: iter([doctor.Finding("ranks", "broken", "did not meet")]))
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["doctor", "--json"])
-    assert stop.value.code == 1 and json.loads(capsys.readouterr().out)["broken"] == ["ranks"]
