@@ -46,8 +46,6 @@ async def read_body(request: Request) -> bytes:
     """Returns the body of a request, of which no more than MAX_BODY bytes are ever held. Raises HTTPException and
     ClientDisconnect."""
     too_large = HTTPException(413, f"the body is larger than {MAX_BODY:,} bytes", CLOSE)
-    if "expect" in request.headers and int(request.headers.get("content-length", 0)) > MAX_BODY:
-        raise too_large  # before the client sends it
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):

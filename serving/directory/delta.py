@@ -25,6 +25,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,8 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitmix.common.checked import Checked, entry_of_bytes, fields_of, json_digest, require_entry, require_fields
-from logitmix.common.files import require_file
-from logitmix.common.mappings import brief
+from logitmix.common.checked import Checked, check_file, fields_of, json_digest, require_entry, require_fields
+from logitmix.common.mappings import from_mapping
 from logitmix.modules.features import stored_tensors, values_of_tensors
 from logitmix.modules.schema import ITEM
 from logitmix.modules.stage1 import LANES, ZERO, rows_of_blocks
@@ -74,8 +74,6 @@ from logitmix.serving.texts import Texts
 
 DELTA = Checked("logitmix export delta", 2)
 DELTA_MANIFEST, ROWS = "delta.json", "rows.safetensors"
-_READINGS = 3
-_FIELDS = ("number", "applies_to", "manifest", "computed", "scales", "files")
 
 Columns = dict[str, list[Values]]
 """By name of a column, its rows in parts, one after the other."""
@@ -100,34 +98,35 @@ class Delta:
         return str(self.manifest["sha256"])
 
 
+@dataclass(frozen=True)
+class _Fields:
+    """What delta.json holds."""
+
+    number: int
+    applies_to: str
+    manifest: dict[str, Any]
+    computed: bool
+    scales: dict[str, float]
+    files: dict[str, Any]
+
+
 def read_delta(path: Path) -> Delta:
     """ValueError that names the file if its delta.json is damaged, or not as it must be."""
     file = path / DELTA_MANIFEST
-    fields = fields_of(DELTA.read(file))
-    require_fields(fields, _FIELDS, str(file))
-    number, manifest, files = fields["number"], fields["manifest"], fields["files"]
-    if type(number) is not int or not 1 <= number < 2**63:
-        raise ValueError(f"{file}: number is {brief(number)}, not a whole number from 1")
-    if not isinstance(fields["applies_to"], str) or not isinstance(fields["computed"], bool):
-        raise ValueError(f"{file}: applies_to is not a text, or computed not true or false")
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+    of = from_mapping(_Fields, fields_of(DELTA.read(file)), str(file))
+    if not 1 <= of.number < 2**63:
+        raise ValueError(f"{file}: number is {of.number}; it must be at least 1")
+    if not isinstance(of.manifest.get("files"), dict):
         raise ValueError(f"{file}: manifest is not that of an export")
-    if not isinstance(files, dict):
-        raise ValueError(f"{file}: files is {brief(files)}, not a mapping")
-    if manifest.get("sha256") != json_digest({name: of for name, of in manifest.items() if name != "sha256"}):
+    if of.manifest.get("sha256") != json_digest({name: each for name, each in of.manifest.items() if name != "sha256"}):
         raise ValueError(f"{file}: manifest.sha256 is not the digest of the manifest")
-    where = ((WEIGHTS, files), (COLUMNS, files), (CARD, manifest["files"]))
-    given = [name for name, there in where if name in there]
-    require_fields(files, (ROWS, *given), f"{file}: files")
-    for name, entry in files.items():
+    where = ((WEIGHTS, of.files), (COLUMNS, of.files), (CARD, of.manifest["files"]))
+    require_fields(of.files, (ROWS, *(name for name, there in where if name in there)), f"{file}: files")
+    for name, entry in of.files.items():
         require_entry(entry, f"{file}: files.{name}")
-    scales = fields["scales"]
-    if not isinstance(scales, dict) or not all(isinstance(of, float) and of > 0 for of in scales.values()):
-        raise ValueError(f"{file}: scales is {brief(scales)}, not numbers by name")
-    of_names = Scales(scales.get("corpus"), scales.get("components"))
-    return Delta(
-        path, number, fields["applies_to"], manifest, about_of(file, manifest), fields["computed"], of_names, files
-    )
+    about = about_of(file, of.manifest)
+    scales = Scales(of.scales.get("corpus"), of.scales.get("components"))
+    return Delta(path, of.number, of.applies_to, of.manifest, about, of.computed, scales, of.files)
 
 
 def stamps(folder: Path) -> tuple[tuple[Any, ...], ...]:
@@ -148,56 +147,34 @@ def stamps(folder: Path) -> tuple[tuple[Any, ...], ...]:
 def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[Delta], str]:
     """The deltas of a folder that follow an export with this digest, in order, and one line that says why the rest does
     not; empty where there is no rest. `number` is that of the last delta that the export has, if that is known."""
-    by_number, problems = _read_deltas(folder)
-    order = sorted(by_number)
-    for at in order:
-        if len(by_number[at]) > 1:
-            one, other = (delta.path for delta in by_number[at][:2])
-            problems.append(f"{one} and {other} both have number {at}; remove the one that is not wanted")
-    if number is None:
-        number = max((of for of in order if by_number[of][-1].gives == digest), default=None)
-    if number is None:
-        # An export that no delta gives is the first of its chain.
-        number = min((of for of in order if by_number[of][0].applies_to == digest), default=1) - 1
+    deltas, problems = list[Delta](), list[str]()
+    for name, *_ in stamps(folder):
+        try:
+            deltas.append(read_delta(folder / name))
+        except FileNotFoundError:
+            # If it has neither, it has gone, or something else is there, such as an export.
+            if (folder / name / ROWS).exists():
+                problems.append(f"{folder / name} has no {DELTA_MANIFEST}; copy the whole delta, or remove it")
+        except (ValueError, OSError) as error:
+            problems.append(" ".join(str(error).split()))
+    deltas.sort(key=lambda delta: delta.number)
+    last = max([number or 0, *(delta.number for delta in deltas if delta.gives == digest)])
     found: list[Delta] = []
-    later = [of for of in order if of > number]
-    for expected, at in enumerate(later, number + 1):
-        delta = by_number[at][0]
-        if at != expected:
-            problems.append(f"{delta.path} has number {at}, but delta {expected} is missing in {folder}")
-            break
-        if len(by_number[at]) > 1:
-            break
-        if delta.applies_to != digest:
+    for delta in deltas:
+        if delta.number <= last:
+            if found:
+                problems.append(f"{found.pop().path} and {delta.path} both have number {last}; remove one of them")
+                break
+        elif delta.applies_to != digest or (last and delta.number != last + 1):
             problems.append(
-                f"{delta.path}, number {at}, applies to an export with digest {delta.applies_to[:12]}, but the one "
-                f"before it has {digest[:12]}; deltas of another export need a folder of their own"
+                f"{delta.path}, number {delta.number}, applies to an export with digest {delta.applies_to[:12]}, but "
+                f"the one before it has {digest[:12]}: a delta between them is missing, or it is of another export"
             )
             break
-        found.append(delta)
-        digest = delta.gives
+        else:
+            found.append(delta)
+            last, digest = delta.number, delta.gives
     return found, "; ".join(problems)
-
-
-def _read_deltas(folder: Path) -> tuple[dict[int, list[Delta]], list[str]]:
-    """The deltas of a folder by number, and why others cannot be read. Where some go while they are read, what is left
-    of those that an export has may look like a chain with gaps, so they are read again."""
-    for _ in range(_READINGS):
-        there, by_number, problems = stamps(folder), defaultdict[int, list[Delta]](list), list[str]()
-        for name, *_ in there:
-            try:
-                delta = read_delta(folder / name)
-            except FileNotFoundError:
-                # If it has neither, it has gone, or something else is there, such as an export.
-                if (folder / name / ROWS).exists():
-                    problems.append(f"{folder / name} has no {DELTA_MANIFEST}; copy the whole delta, or remove it")
-            except (ValueError, OSError) as error:
-                problems.append(" ".join(str(error).split()))
-            else:
-                by_number[delta.number].append(delta)
-        if stamps(folder) == there:
-            break
-    return by_number, problems
 
 
 def all_applied(contents: Contents, deltas: Sequence[Delta]) -> tuple[Contents, str]:
@@ -236,61 +213,49 @@ def _applied(
     contents: Contents, delta: Delta, weights: dict[str, Tensor], rows: dict[str, Tensor], sides: bool
 ) -> Contents:
     about, entries, stored = delta.about, delta.manifest["files"], sides and not delta.computed
-    before = columns(contents, not stored)
-    sizes = {ITEM: [of["tensors"][row_tensor(about)]["shape"][0] for of in _entries(entries, items_file)]}
-    of_tables: dict[str, list[int]] = defaultdict(list)
-    for entry in _entries(entries, tables_file):
-        for name, of in entry["tensors"].items():
-            of_tables[name].append(of["shape"][0])
-    found: Columns = {}
-    texts_there = TEXTS if "titles.data" in entries[IDS]["tensors"] else TEXTS[:1]
-    for group, names, parts in (
-        ("items", [*_of_shards(about, contents.shards[0], not stored), *texts_there], sizes[ITEM]),
-        *(
-            (f"tables/{name}", [f"tables/{name}", *([] if name == ITEM else [f"vocabularies/{name}"])], of)
-            for name, of in of_tables.items()
-        ),
-    ):
-        count = sum(parts)
-        for name in names:
+    sizes = defaultdict[str, list[int]](list)
+    """The rows of each file, by group."""
+    for name in numbered(items_file, entries):
+        sizes["items"].append(entries[name]["tensors"][row_tensor(about)]["shape"][0])
+    for name in numbered(tables_file, entries):
+        for table, of in entries[name]["tensors"].items():
+            sizes[f"tables/{table}"].append(of["shape"][0])
+    names = {group: [group, group.replace("tables", "vocabularies", 1)] for group in sizes}
+    titles = "titles.data" in entries[IDS]["tensors"]
+    names["items"] = [*_of_shards(about, contents.shards[0], not stored), *TEXTS[: 1 + titles]]
+    names[f"tables/{ITEM}"] = [f"tables/{ITEM}"]
+    before, found, texts = columns(contents, not stored), Columns(), dict[str, Texts]()
+    for group, parts in sizes.items():
+        earlier = before["items/raw_ids" if group == "items" else group]
+        place_R = rows.get(f"{group}/places", in_order(sum(map(rows_of, earlier)), sum(parts)))
+        for name in names[group]:
             is_text = name in TEXTS or name.startswith("vocabularies/")
-            earlier = before.get(name, [])
-            place_R = rows.get(f"{group}/places", in_order(sum(map(rows_of, earlier)), count))
-            found[name] = _patched(earlier, place_R, [count] if is_text else parts, rows, name)
-    tables = {name: StoredTable([of.values for of in found[f"tables/{name}"]]) for name in of_tables}
+            found[name] = _patched(before.get(name, []), place_R, [sum(parts)] if is_text else parts, rows, name)
+            if is_text:
+                texts[name] = Texts(found[name][0].values, offsets_of(found[name][0]))
+                if name != "items/titles":
+                    was = contents.raw_ids if group == "items" else contents.vocabularies[group.partition("/")[2]]
+                    texts[name] = _ordered(texts[name], was, place_R, _changed(rows, name))
+    tables = {
+        name: StoredTable([of.values for of in found[f"tables/{name}"]])
+        for name in (group.partition("/")[2] for group in sizes if group != "items")
+    }
     tower = trained_tower(about.model, about.schema, weights)
     shards = []
-    of_items = {name: of for name, of in found.items() if name.startswith("items/") and name not in TEXTS}
-    for number in range(len(sizes[ITEM])):
-        part = {name.removeprefix("items/"): of[number] for name, of in of_items.items()}
+    for number in range(len(sizes["items"])):
+        part = {name.removeprefix("items/"): found[name][number] for name in names["items"] if name not in TEXTS}
         shards.append(_shard(part, delta, tower, tables, sides))
-    groups = {name: rows.get(f"tables/{name}/places") for name in of_tables} | {ITEM: rows.get("items/places")}
-
-    def texts(name: str, earlier: Texts, table: str) -> Texts:
-        (now,) = found[name]
-        changed = rows.get(f"{name}/changed", torch.zeros(0, dtype=torch.int64))
-        return _ordered(Texts(now.values, offsets_of(now)), earlier, groups[table], changed)
-
-    vocabularies = {
-        name: texts(f"vocabularies/{name}", earlier, name) for name, earlier in contents.vocabularies.items()
-    }
-    titles = None
-    if "items/titles" in found:
-        (of_titles,) = found["items/titles"]
-        titles = Texts(of_titles.values, offsets_of(of_titles))
-    result = Contents(
+    result = replace(
+        contents,
         about=about,
         weights=weights,
         tables=tables,
-        vocabularies=vocabularies,
+        vocabularies={name: texts[f"vocabularies/{name}"] for name in contents.vocabularies},
         shards=shards,
-        raw_ids=texts("items/raw_ids", contents.raw_ids, ITEM),
-        titles=titles,
-        columns=contents.columns,
-        projections=contents.projections,
+        raw_ids=texts["items/raw_ids"],
+        titles=texts.get("items/titles"),
         digest=delta.gives,
         delta=delta.number,
-        files=contents.files,
     )
     _require_described(result, entries, sides)
     return result
@@ -359,14 +324,9 @@ def joined(parts: Sequence[Values]) -> Values:
 
 def taken(parts: Sequence[Values], index_N: Tensor) -> Values:
     """Some rows, by place among those of all parts."""
-    starts = torch.tensor([0, *map(rows_of, parts)]).cumsum(0)
     if parts[0].offsets is not None:
-        part_N = torch.bucketize(index_N, starts, right=True) - 1
-        used = part_N.unique()
-        first_of = F.pad(torch.tensor([rows_of(parts[number]) for number in used.tolist()]).cumsum(0), (1, 0))
-        place_N = index_N - starts[part_N] + first_of[torch.searchsorted(used, part_N)]
-        return joined([parts[number] for number in used.tolist()] or parts[:1]).take(place_N)
-    tensors = [of.values for of in parts]
+        return joined(parts).take(index_N)
+    starts, tensors = torch.tensor([0, *map(rows_of, parts)]).cumsum(0), [of.values for of in parts]
     out = tensors[0].new_empty(len(index_N), *tensors[0].shape[1:])
     return Values(gather(index_N, starts, lambda number, at_N: tensors[number][at_N], out))
 
@@ -393,42 +353,33 @@ def bits_differ(one: Tensor, other: Tensor) -> Tensor:
     return (mine != theirs).any(1)
 
 
+def _changed(rows: Mapping[str, Tensor], name: str) -> Tensor:
+    """The rows of a column that a delta has, int64 [C]."""
+    return rows.get(f"{name}/changed", torch.zeros(0, dtype=torch.int64))
+
+
 def _patched(
     earlier: Sequence[Values], place_R: Tensor, sizes: Sequence[int], rows: Mapping[str, Tensor], name: str
 ) -> list[Values]:
     """A column in parts of these sizes: the earlier rows at these places, but for those that changed."""
-    changed_C = rows.get(f"{name}/changed", torch.zeros(0, dtype=torch.int64))
-    if len(place_R) != sum(sizes) or int(changed_C.diff().min() if len(changed_C) > 1 else 1) < 1:
-        raise ValueError(f"{name} has other rows")
-    new = None
+    changed_C, source, place_R = _changed(rows, name), list(earlier), place_R.clone()
+    count, first_of = sum(map(rows_of, earlier)), [0, *accumulate(map(rows_of, earlier))]
     if len(changed_C):
         beside = {key.rpartition("/")[2]: of for key, of in rows.items() if key.startswith(f"{name}/beside/")}
-        new = Values(rows[f"{name}/values"], rows.get(f"{name}/offsets"), beside)
-        if rows_of(new) != len(changed_C):
-            raise ValueError(f"{name} has other rows")
-    count, start, found = sum(map(rows_of, earlier)), 0, []
-    source = [*earlier, *([] if new is None else [new])]
-    first_of = [0, *np.cumsum([rows_of(of) for of in earlier]).tolist()]
-    for size in sizes:
-        place_N = place_R[start : start + size].clone()
-        within = slice(*torch.searchsorted(changed_C, torch.tensor([start, start + size])).tolist())
-        at = changed_C[within] - start
-        start += size
-        if not len(at) and size and int(place_N[0]) in first_of:
-            part = first_of.index(int(place_N[0]))
-            if (
-                part < len(earlier)
-                and rows_of(earlier[part]) == size
-                and torch.equal(place_N, torch.arange(first_of[part], first_of[part + 1]))
-            ):
-                found.append(earlier[part])  # still mapped
-                continue
-        place_N[at] = count + torch.arange(*within.indices(len(changed_C))[:2])
-        if size and not 0 <= int(place_N.min()) <= int(place_N.max()) < count + len(changed_C):
-            raise ValueError(f"{name} lacks rows")
-        if len(source) > 1 and source[0].offsets is not None:
-            source = [joined(source)]
-        found.append(taken(source, place_N))
+        source.append(Values(rows[f"{name}/values"], rows.get(f"{name}/offsets"), beside))
+        place_R[changed_C] = count + torch.arange(len(changed_C))
+    there = count + len(changed_C)
+    if sum(map(rows_of, source)) != there or len(place_R) != sum(sizes):
+        raise ValueError(f"{name} has other rows")
+    if len(place_R) and not 0 <= int(place_R.min()) <= int(place_R.max()) < there:
+        raise ValueError(f"{name} lacks rows")
+    found = []
+    for place_N in place_R.split(list(sizes)):
+        number = first_of.index(int(place_N[0])) if len(place_N) and int(place_N[0]) in first_of else len(earlier)
+        if number < len(earlier) and torch.equal(place_N, torch.arange(first_of[number], first_of[number + 1])):
+            found.append(earlier[number])  # still mapped
+        else:
+            found.append(taken(source, place_N))
     return found
 
 
@@ -480,22 +431,12 @@ def _blocks(item_RG: Tensor) -> Tensor:
 
 def _tensors(delta: Delta, name: str) -> dict[str, Tensor]:
     """The tensors of a file of a delta, in memory. ValueError if it is not that of delta.json."""
-    file, entry = delta.path / name, delta.files[name]
+    file = delta.path / name
+    check_file(file, delta.files[name], DELTA_MANIFEST)
     try:
-        require_file(file)
-        content = file.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing") from None
-    if entry_of_bytes(content) != entry:
-        raise ValueError(f"{file} is damaged (its SHA-256 is not that in {DELTA_MANIFEST})")
-    try:
-        return load(content)
+        return load(file.read_bytes())
     except SafetensorError as error:
         raise ValueError(f"{file} is not a safetensors file ({error})") from None
-
-
-def _entries(entries: Mapping[str, Any], name: Any) -> list[Any]:
-    return [entries[of] for of in numbered(name, entries)]
 
 
 def _of_texts(texts: Texts) -> Values:
@@ -518,12 +459,10 @@ def in_order(before: int, now: int) -> Tensor:
     return place_R
 
 
-def _ordered(texts: Texts, earlier: Texts, place_R: Tensor | None, changed_C: Tensor) -> Texts:
+def _ordered(texts: Texts, earlier: Texts, place_R: Tensor, changed_C: Tensor) -> Texts:
     """Texts with their order, equal ones by rising index: that of the earlier ones, and the changed ones where they
     belong."""
     assert earlier.order is not None
-    if place_R is None:
-        place_R = in_order(len(earlier), len(texts))
     kept_R = place_R.clone()
     kept_R[changed_C] = -1
     now = torch.full((len(earlier),), -1)
@@ -531,10 +470,7 @@ def _ordered(texts: Texts, earlier: Texts, place_R: Tensor | None, changed_C: Te
     order = now[earlier.order]
     kept = order[order >= 0].numpy()
     come = sorted(changed_C.tolist(), key=lambda index: (texts.encoded(index), index))
-    at, low = list[int](), 0
-    for index in come:
-        low = bisect_left(kept, texts.encoded(index), low, key=texts.encoded)
-        at.append(low)
+    at = [bisect_left(kept, texts.encoded(index), key=texts.encoded) for index in come]
     merged = np.insert(kept, at, np.array(come, np.int64))
     # Only blanks may be equal.
     blanks = int((texts.bounds.diff() == 0).sum())

@@ -52,31 +52,6 @@ def test_the_configurations_are_those_of_the_application() -> None:
         assert config["http_options"].keys() == {"host", "port"}
 
 
-def test_the_manifest_has_a_place_for_each_shard() -> None:
-    manifest, config = config_of_manifest()
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
-    cluster = manifest["spec"]["rayClusterConfig"]
-    assert cluster["authOptions"] == {"mode": "token"}
-    pins = (EXAMPLES.parents[1] / "requirements/ray.txt").read_text()
-    assert f"\nray=={cluster['rayVersion']} " in pins
-    (application,) = config["applications"]
-    arguments = from_mapping(Arguments, application["args"], "args")
-    (workers,) = cluster["workerGroupSpecs"]
-    assert workers["replicas"] == arguments.shards
-    (front,) = application["deployments"]
-    cpus_of_front = front["num_replicas"] * front["ray_actor_options"]["num_cpus"] / arguments.shards
-    for group, container in ((cluster["headGroupSpec"], "ray-head"), (workers, "ray-worker")):
-        pod = group["template"]["spec"]
-        (of,) = (each for each in pod["containers"] if each["name"] == container)
-        mounts = {mount["name"]: mount["mountPath"] for mount in of["volumeMounts"]}
-        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
-        for path in (arguments.directory, arguments.token_file):
-            assert any(path.startswith(f"{mount}/") for mount in mounts.values())
-        assert of["resources"]["requests"] == of["resources"]["limits"]
-        if group is workers:
-            assert float(of["resources"]["limits"]["cpu"]) >= arguments.cpus + cpus_of_front
-
-
 def test_ray_serve_reads_the_configurations() -> None:
     pytest.importorskip("ray.serve", reason="Ray is not installed; `make install` does that")
     code = "import json, sys; from ray.serve.schema import ServeDeploySchema as S; S(**json.loads(sys.argv[1]))"

@@ -1,6 +1,5 @@
 """The query tower, the item tower and the cascade as programs, which run where logitmix is not installed."""
 
-import errno
 import os
 import re
 import shutil
@@ -38,13 +37,12 @@ from logitmix.modules.schema import ITEM, RECENCY, RECENCY_FEATURE, Feature, Sch
 from logitmix.modules.towers import Sides
 from logitmix.modules.values import Values
 from logitmix.serving import programs as loaded_programs
-from logitmix.serving.directory.reader import read, read_manifest
+from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.model import Precision, named
 from logitmix.serving.programs import load_program
 from logitmix.serving.request import Options
 from logitmix.serving.retriever import Retriever
 from logitmix.serving.stored_table import StoredTable
-from logitmix.trainer.export import programs
 from logitmix.trainer.export.programs import CascadeProgram, ItemProgram, QueryProgram
 from logitmix.trainer.export.update import update_items
 
@@ -207,13 +205,6 @@ def test_the_exported_towers_are_the_trained_ones(of: tuple[str, EncoderConfig],
         assert_close(item(**given), expected)
 
 
-def test_a_history_may_have_one_item_alone() -> None:
-    model = small_model("dot", X, encoder=SASRecConfig(blocks=1, max_length=1))
-    query = QueryProgram(model.tower, {}).export().module()
-    given, expected = histories_for(model, [1, 1, 1], 1)
-    assert_close(query(**given), expected)
-
-
 def asked_of(model: SmallModel, histories: list[list[int]]) -> dict[str, Tensor]:
     """The cascade's inputs, from the trained tower."""
     tower, seen = model.tower, [history[-LENGTH:] for history in histories]
@@ -324,30 +315,6 @@ def test_onnxruntime_alone_runs_the_query_tower(
         assert_close(found, of)
 
 
-def test_an_onnx_file_holds_no_times(tmp_path: Path) -> None:
-    model = small_model("dot", X, encoder=HSTUConfig(max_length=LENGTH, times=True))
-    with pytest.raises(ValueError, match=r"^--onnx cannot hold an encoder that sees times; --programs can$"):
-        export_small(model, tmp_path / "served", extras=["onnx"])
-    assert not any(tmp_path.iterdir())
-
-
-def test_without_onnx_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = programs.find_spec
-    monkeypatch.setattr(programs, "find_spec", lambda name: None if name == "onnxscript" else find(name))
-    with pytest.raises(ValueError, match="--onnx needs packages that are not installed: pip install onnxscript"):
-        export_small(small_model("dot", X), tmp_path / "served", extras=["onnx"])
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_no_onnx_file_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = export_small(small_model("dot", X), tmp_path / "served")
-    before = read_manifest(served)
-    monkeypatch.setattr(programs, "ONNX_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"the query tower and its tables of features take 0\.0 GiB; an ONNX file"):
-        export_small(small_model("dot", X), served, overwrite=True, extras=["onnx"])
-    assert [path.name for path in tmp_path.iterdir()] == ["served"] and read_manifest(served) == before
-
-
 def compile_nothing(exported: object, package_path: BytesIO) -> None:
     package_path.write(b"native code")
 
@@ -367,16 +334,6 @@ def test_torch_alone_runs_the_programs(original: Path, tmp_path: Path) -> None:
 def test_torch_alone_runs_those_with_times_and_features_of_every_kind(tmp_path: Path) -> None:
     model = small_model(WITH_TIMES[0], X, schema=EVERY_KIND, encoder=WITH_TIMES[1])
     assert_programs_run(model, export_small(model, tmp_path / "served", extras=["programs"]), "", tmp_path)
-
-
-def test_programs_name_no_place_of_this_machine_and_are_the_same_each_time(original: Path) -> None:
-    program = programs.programs_of(read(original))["item_tower"].export()
-    program.example_inputs = None
-    torch.export.save(program, again := BytesIO())
-    files = [*original.glob("programs/*_tower.pt2"), original / "query_tower.onnx"]
-    assert len(files) == 3 and not any(b"site-packages" in file.read_bytes() for file in files)
-    assert not any(str(ROOT).encode() in file.read_bytes() for file in files)
-    assert again.getvalue() == (original / "programs" / "item_tower.pt2").read_bytes()
 
 
 @pytest.mark.slow
@@ -487,15 +444,6 @@ def test_the_retriever_reads_no_program(served: Path) -> None:
     assert Retriever.load(served).retrieve([[1, 2]], 3).items.shape == (1, 3)
 
 
-def test_overwriting_takes_programs_away_but_no_other_folder(served: Path) -> None:
-    (served / "programs" / "mine.py").write_text("pass")
-    with pytest.raises(ValueError, match="exists and is not a serving directory"):
-        export_small(small_model("dot", X), served, overwrite=True)
-    (served / "programs" / "mine.py").unlink()
-    export_small(small_model("dot", X), served, overwrite=True)
-    assert not (served / "programs").exists() and not (served / "query_tower.onnx").exists()
-
-
 def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
     """They hold no item."""
     before = read_manifest(served)["files"]
@@ -506,61 +454,3 @@ def test_added_items_leave_the_programs(served: Path, tmp_path: Path) -> None:
     assert load_program(served, "item_tower", trust=True)(own_row=torch.ones(3, 16))["item_vector"].shape == (3, 16)
     shard = load_file(served / "items-00001-of-00002.safetensors")
     assert len(shard["table"]) == 2
-
-
-def test_a_program_that_was_removed_does_not_stop_new_items(served: Path, tmp_path: Path) -> None:
-    (served / "query_tower.onnx").unlink()
-    update_items(served, catalog_of(tmp_path, "item\nnew-1\n"))
-    assert "query_tower.onnx" not in read_manifest(served)["files"] and Retriever.load(served).num_items == X + 1
-
-
-COMPILER = """#!/bin/sh
-[ "$1" = --version ] && echo g++ && exit
-echo 'nothing can be compiled' >&2; exit 1
-"""
-
-
-@pytest.mark.parametrize(
-    ("compiler", "said"),
-    [
-        (
-            "no-such-compiler",
-            "--programs needs a C++ compiler, and there is no no-such-compiler: install g++, or set CX",
-        ),
-        pytest.param("COMPILER", "the C++ compiler cannot compile query_tower: ", marks=pytest.mark.slow),
-    ],
-)
-def test_without_a_compiler_nothing_is_written(
-    tmp_path: Path, compiler: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if compiler == "COMPILER":
-        (tmp_path / "g++").write_text(COMPILER)
-        (tmp_path / "g++").chmod(0o755)
-        compiler = str(tmp_path / "g++")
-    monkeypatch.setenv("CXX", compiler)
-    with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}), pytest.raises(ValueError) as caught:
-        export_small(small_model("dot", X, encoder=POOLED), tmp_path / "served", extras=["programs"])
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-    assert not list(tmp_path.glob("*served*"))
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own writer of files would end the process: it gets none."""
-    save, whole = torch.export.save, Path.write_bytes
-
-    def full(file: Path, content: bytes) -> None:
-        if "programs" in file.parts:
-            whole(file, content[:9])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        whole(file, content)
-
-    def saved(exported: torch.export.ExportedProgram, place: object) -> None:
-        assert isinstance(place, BytesIO)
-        save(exported, place)
-
-    monkeypatch.setattr(torch.export, "save", saved)
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*query_tower\.pt2'$"):
-        export_small(small_model("dot", X, encoder=POOLED), tmp_path / "served", extras=["programs"])
-    assert not any(tmp_path.iterdir())

@@ -36,7 +36,6 @@ from logitmix.modules.schema import (
     RECENCY,
     RECENCY_FEATURE,
     RECENCY_VALUES,
-    Feature,
     Schema,
     Table,
 )
@@ -47,7 +46,7 @@ from logitmix.serving import ranking, request_file, topk
 from logitmix.serving.directory.reader import read
 from logitmix.serving.model import Precision, Scales, stored_items
 from logitmix.serving.request import Options, Request
-from logitmix.serving.retriever import Retrieved, Retriever, Row
+from logitmix.serving.retriever import Retrieved, Retriever
 from logitmix.serving.topk import NOTHING, best_keys, merge, rank_keys, split_keys
 from logitmix.trainer.export import export as export_module
 
@@ -237,10 +236,6 @@ def test_the_largest_index_fits_a_key() -> None:
     assert (indices.tolist(), scores.tolist()) == ([[2**32 - 2, 2**32 - 1]], [[-2.0, 3.0]])
 
 
-def test_no_histories_no_rows(tmp_path: Path) -> None:
-    assert load(small_model("mol", 30), tmp_path).retrieve([], 4).items.shape == (0, 4)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -329,36 +324,6 @@ def test_rows_are_for_reading(tmp_path: Path) -> None:
         for rank, item in enumerate(found.items[0, :27].tolist())
     ]
     assert json.loads(json.dumps(rows)) == rows
-
-
-@pytest.mark.parametrize("stage1", [None, 12])
-def test_only_allowed_items_are_ranked_and_blocked_ones_left_out(tmp_path: Path, stage1: int | None) -> None:
-    retriever, ids = load(small_model("mol", 30), tmp_path), raw_ids(30)
-    history, allowed, blocked = [ids[3], ids[1]], [ids[at] for at in (20, 9, 3, 4, 9)], [ids[4], ids[7], "unknown"]
-    requests: list[Request] = [
-        {"history": history},
-        {"history": history, "allowed": allowed},
-        {"history": history, "blocked": blocked},
-        {"history": history, "allowed": [*allowed, "unknown"], "blocked": blocked},
-        {"history": history, "allowed": []},
-    ]
-    whole, only, without, both, none = ranked_rows(retriever.recommend(requests, 10 if stage1 else 30, stage1=stage1))
-    # Of a batch as large, on which rounding depends.
-    best = ranked_rows(retriever.recommend([requests[0]] * len(requests), 30))[0]
-    scores = {row["id"]: row["score"] for row in best}
-
-    def ranking(rows: list[Row]) -> list[str]:
-        for row in rows:
-            assert row["score"] == pytest.approx(scores[row["id"]], abs=1e-5)
-        return [row["id"] for row in rows]
-
-    order = ranking(best)
-    # In the history, id 3 is left out as it is without a list.
-    assert ranking(only) == [id for id in order if id in allowed] and ids[3] not in ranking(only)
-    assert ranking(both) == [id for id in order if id in allowed and id not in blocked]
-    assert none == [] and not set(blocked) & set(ranking(without))
-    if stage1 is None:
-        assert ranking(whole) == order and ranking(without) == [id for id in order if id not in blocked]
 
 
 def test_a_file_of_requests_is_answered_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,24 +415,6 @@ def test_fp16_that_is_too_small_gives_way_to_bf16(tmp_path: Path) -> None:
         stored_items(extreme.tower, embedded, "fp16", True, Scales(1.0, None))
 
 
-@pytest.mark.parametrize("count", [10, 100])
-def test_allowed_items_pass_stage_1_where_they_are_many(tmp_path: Path, count: int) -> None:
-    model = small_model("mol", X)
-    retriever, histories = load(model, tmp_path), random_histories(X, [3, 5, 2])
-    allowed = [list(range(b, X, X // count)) for b in range(3)]
-    requests: list[Request] = [
-        {"history": [f"id {item * 7}" for item in history], "allowed": [f"id {item * 7}" for item in of]}
-        for history, of in zip(histories, allowed, strict=True)
-    ]
-    requests.append({"history": requests[0]["history"]})
-    scores = brute_force(model, [*histories, histories[0]])
-    for b, only in enumerate(allowed):
-        scores.leave_out(~torch.isin(torch.arange(X), torch.tensor(only)), b)
-    found = ranked_rows(retriever.recommend(requests, 5, stage1=40))
-    for rows, score_X in zip(found, scores.two_stages(40), strict=True):
-        assert [row["score"] for row in rows] == pytest.approx(score_X.topk(5).values.tolist(), rel=1e-5, abs=1e-5)
-
-
 @pytest.mark.parametrize("item_cache", [True, False])
 def test_what_is_served_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item_cache: bool) -> None:
     monkeypatch.setitem(NUMBERS, "cpu", 2**14)
@@ -479,24 +426,6 @@ def test_what_is_served_stays_in_its_files(tmp_path: Path, monkeypatch: pytest.M
     # Rows and sides are 16 numbers wide each.
     assert anonymous_memory() - before < items * 2 * 16 * 4 / 8
     assert len(set(found.items[0].tolist())) == 10
-
-
-def test_tables_and_vocabularies_stay_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = 400_000
-    schema = Schema(
-        (Feature("item", "item", "id", "item"), Feature("zips", "user", "ids", "zip")),
-        (Table("item", X + 1), Table("zip", rows)),
-    )
-    # The table lies in four files.
-    monkeypatch.setattr(export_module, "SHARD_BYTES", rows * 16)
-    path = export_small(small_model("dot", X, schema=schema), tmp_path / "served")
-    before = anonymous_memory()
-    retriever = Retriever.load(path)
-    requests: list[Request] = [{"user": {"zips": [str(row), "none", 399_999]}} for row in range(0, rows, 40_000)]
-    found = ranked_rows(retriever.recommend(requests, 10))
-    # A row is 16 numbers wide, and a value's bytes and place are more than half as much.
-    assert anonymous_memory() - before < rows * 16 * 4 / 8
-    assert len({ranking[0]["score"] for ranking in found}) == len(requests)
 
 
 @pytest.mark.parametrize(
@@ -521,25 +450,6 @@ def test_items_may_be_computed_when_they_are_ranked(
         torch.testing.assert_close(found.scores, expected.scores, rtol=1e-5, atol=1e-4)
     held = [sum(file.stat().st_size for file in path.glob("items-*")) for path in (cached, computed)]
     assert (features or held[1] < held[0]) and len(list(computed.glob("items-*"))) > 1
-
-
-def test_computed_items_pass_through_the_tower_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(items_module, "COMPUTED_CHUNK", 100)
-    model = small_model("mol", X, schema=every_feature(X))
-    retriever = Retriever.load(export_small(model, tmp_path / "served", item_cache=False))
-    counts, embed = [], items_module.ItemInputs.embed
-
-    def counted(inputs: items_module.ItemInputs, *arguments: Any) -> Any:
-        counts.append(len(inputs.own_RW))
-        return embed(inputs, *arguments)
-
-    monkeypatch.setattr(items_module.ItemInputs, "embed", counted)
-    retriever.retrieve([[3, 1, 4]], 10)
-    assert counts == [3, 100, 100, 100]
-    counts.clear()
-    retriever.retrieve([[3, 1, 4]], 10, stage1=40)
-    # Stage 1 reads the INT8 corpus, and stage 2 computes what it found.
-    assert counts == [3, 40]
 
 
 FORK = """

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import ctypes
-import faulthandler
 import hashlib
 import http.client
 import json
@@ -289,10 +288,6 @@ def test_a_batch_does_not_hold_too_many_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert retriever.batches == [[4, 4], [4], [20], [1]]
 
 
-def test_large_k_is_answered_apart() -> None:
-    assert question({}, 10).group == question({}, 8).group != question({}, 16).group
-
-
 def test_stage_1_keeps_a_hundredth_whatever_other_requests_of_the_batch_ask_for() -> None:
     for k, kept in ((10, [10_000, 10_000, 15_000, 100_000]), (1024, [100_000] * 4), (200_000, [200_000] * 4)):
         assert [Options(k).kept(X) for X in (10, 1_000_000, 1_500_000, 10**9)] == kept
@@ -360,38 +355,24 @@ NESTED = b'{"user": {"age": ' + b"[" * 900 + b"]" * 900 + b"}}"
 MALFORMED = [
     b"",
     b"{",
-    b"[]",
     b"{} {}",
     b"\xff\xfe\x00",
     b'{"history": ["\xff"]}',
     b"[" * 100_000,
     NESTED,
-    b'{"k": NaN}',
     b'{"user": {"age": Infinity}}',
     b'{"user": {"age": 3e38}}',
     b'{"k": 1' + b"0" * 5000 + b"}",
     b'{"history": "id 7"}',
     b'{"history": [1.5]}',
-    b'{"history": [true]}',
-    b'{"history": ["new"], "unknown": "refuse"}',
     b'{"history": ["id 7", "\\udc00"], "unknown": "refuse"}',
     b'{"history": ["id 7"], "histroy": []}',
-    b'{"history": ["id 7"], "\\ud800": []}',
     b'{"history": ["id 7"], "' + b"a\\n" * 10_000 + b'": []}',
     b'{"history": ["id 7"], "k": 0}',
-    b'{"history": ["id 7"], "k": 10001}',
-    b'{"history": ["id 7"], "k": true}',
     b'{"history": ["id 7"], "stage1": 9}',
-    b'{"history": ["id 7"], "exclude_history": 1}',
     b'{"history": ["id 7"], "timestamps": [1.5]}',
-    b'{"history": ["id 7"], "timestamps": [1, 2]}',
-    b'{"history": ["id 7"], "time": "now"}',
-    b'{"history": ["id 7"], "events": [1]}',
     b'{"history": ["id 7"], "events": [{"action": [1]}]}',
-    b'{"history": ["id 7"], "user": []}',
-    b'{"history": ["id 7"], "user": {"age": "old"}}',
     b'{"history": ["id 7"], "user": {"country": ["' + b"a" * 10_000 + b'"]}}',
-    b'{"history": ["id 7"], "allowed": "id 7"}',
     b'{"history": ["id 7"], "blocked": [{}]}',
     json.dumps({"history": ["id 7"] * 10_001}).encode(),
     json.dumps({"history": [{}] * 200_000}).encode(),
@@ -410,14 +391,10 @@ def test_what_a_client_gets_wrong_is_said_in_one_line(silent: Running, body: byt
     ("method", "path", "status"),
     [
         ("GET", "/retrieve", 405),
-        ("POST", "/healthz", 405),
         ("BREW", "/items", 405),
         ("GET", "/nothing", 404),
-        ("GET", "//retrieve", 404),
         ("GET", "/%ff%00%0a..%2f..%2fetc/passwd", 404),
-        ("GET", "/redoc", 404),
         ("GET", "/items?limit=0", 400),
-        ("GET", "/items?limit=101", 400),
         ("GET", "/items?limit=" + "9" * 5000, 400),
         ("GET", "/items?query=" + "a" * 101, 400),
         ("GET", "/items?query=%ff%fe", 200),
@@ -433,18 +410,13 @@ def test_methods_paths_and_queries(silent: Running, method: str, path: str, stat
 @pytest.mark.parametrize(
     "sent",
     [
-        b"\r\n\r\n\r\n",
         b"nonsense\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET /\xff HTTP/1.1\r\nHost: here\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: here\r\nHost: there\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: here\r\nlong: " + b"a" * 10**6 + b"\r\n\r\n",
-        b"GET /" + b"a" * 10**6 + b" HTTP/1.1\r\nHost: here\r\n\r\n",
         head("0x10"),
-        head("9" * 1000),
         head(5, "/retrieve", "Content-Length: 6"),
-        head(5, "/retrieve", "Transfer-Encoding: gzip"),
         head(5, "/retrieve", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
         b"POST /retrieve HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 30 + b"\r\n",
@@ -456,12 +428,6 @@ def test_what_is_not_http_is_refused(silent: Running, monkeypatch: pytest.Monkey
     assert received == b"" or re.match(rb"HTTP/1.1 4\d\d ", received), received
     text = received.partition(b"\r\n\r\n")[2]
     assert text == b"" or b"Invalid HTTP request received." in text or list(json.loads(text)) == ["error"]
-
-
-def test_a_length_that_is_too_short_is_believed(silent: Running) -> None:
-    """What follows is read as the next request."""
-    received = silent.send(head(2), b"{} {}\r\n\r\n")
-    assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"400"]
 
 
 def peak_growth(work: Callable[[], object]) -> int:
@@ -505,11 +471,6 @@ def test_the_limit_of_a_body_is_exact(silent: Running) -> None:
     body = b'{"history": ["id 7"]}'
     assert silent.ask(body + b" " * (MAX_BODY - len(body)))[0] == 200
     assert silent.ask(body + b" " * (MAX_BODY - len(body) + 1))[0] == 413
-
-
-def test_a_client_that_asks_first_need_not_send_a_huge_body(silent: Running) -> None:
-    received = silent.send(head(MAX_BODY + 1, "/retrieve", "Expect: 100-continue"))
-    assert received.startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_without_an_end_is_cut_off(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,14 +557,10 @@ def asked_with(server: Running, path: str, *lines: str) -> tuple[int, bytes]:
     ("lines", "status"),
     [
         (["Host: stranger.example"], 421),
-        (["Host: here.stranger.example"], 421),
-        (["Host: "], 421),
         (["Host: 127.0.0.1:99"], 200),
         (["Host: [::1]:8080"], 200),
         (["Host: LOCALHOST"], 200),
-        (["Host: here."], 200),
         (["Host: here", "Origin: http://here"], 200),
-        (["Host: here", "Sec-Fetch-Site: same-origin"], 200),
         (["Host: here", "Origin: http://stranger.example"], 403),
         (["Host: here", "Origin: http://here:81"], 403),
         (["Host: here", "Origin: null"], 403),
@@ -781,20 +738,8 @@ def test_clients_that_leave_are_not_missed(silent: Running) -> None:
     time.sleep(0.1)
 
 
-def test_ids_without_titles_texts_that_utf_8_cannot_hold_and_numbers_that_json_cannot(tmp_path: Path) -> None:
-    export = LiveExport(export_small(small_model("dot", 20), tmp_path / "served"), print)
-    retriever = export.retriever
-    retriever.titles = None
-    found = search(retriever, "ID 7", 3)
-    assert [(row["id"], row["title"]) for row in found["items"]] == [(f"id {n}", None) for n in (7, 70, 77)]
-    assert found["more"] is False
-    (answer,) = retriever.recommend([{"history": ["new"]}])
-    assert answer["error"] == (
-        "the request names no known item, and the export has no column 'actions', which says what is popular; give an "
-        "item, or export with --filterable actions"
-    )
-    shown = json_response({"items": [{"id": "\ud800"}]})
-    assert json.loads(bytes(shown.body)) == {"items": [{"id": "\ud800"}]}
+def test_texts_that_utf_8_cannot_hold_are_sent_as_escapes() -> None:
+    assert json.loads(bytes(json_response({"id": "\ud800"}).body)) == {"id": "\ud800"}
 
 
 def test_scores_that_json_cannot_hold_are_an_error_of_their_request(
@@ -807,29 +752,6 @@ def test_scores_that_json_cannot_hold_are_an_error_of_their_request(
     )
     problem = "the request's scores are not finite: a number among its features is too large"
     assert retriever.recommend([{"history": ["id 7"]}]) == [{"error": problem}]
-
-
-def test_items_are_searched_by_id_and_title(silent: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "_WINDOW", 7)
-    retriever = silent.export.retriever
-    everything = [
-        {"id": each, "title": f"«{each}»", "columns": retriever.values(item)} for item, each in enumerate(raw_ids(X))
-    ]
-    about = {"columns": retriever.kinds}
-
-    def found(query: str, limit: int = 100) -> Any:
-        return silent.ask(b"", "GET", f"/items?limit={limit}&query={query}")[1]
-
-    assert found("") == {"items": everything, "more": False} | about
-    assert found("%C2%AB") == {"items": everything, "more": False} | about
-    with_7 = [each for each in everything if "7" in each["id"]]
-    assert found("7") == {"items": with_7, "more": False} | about
-    assert found("ID%2014")["items"] == [each for each in everything if "id 14" in each["id"]]
-    monkeypatch.setattr(live_module, "_WINDOW", 1000)
-    assert found("id%2049", 2) == {"items": [everything[7]], "more": False} | about
-    assert found("7", 2) == {"items": with_7[:2], "more": True} | about
-    monkeypatch.setattr(live_module, "SEARCH_SECONDS", 0.0)
-    assert found("7") == {"items": [], "more": True} | about
 
 
 def searched(ids: list[str], titles: list[str] | None, *words: Any, **columns: list[Any]) -> list[str]:
@@ -847,12 +769,15 @@ def searched(ids: list[str], titles: list[str] | None, *words: Any, **columns: l
     return [row["id"] for row in search(retriever, *words)["items"]]
 
 
-def test_the_most_popular_items_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_searched_by_words_and_the_most_popular_come_first(
+    silent: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_module, "_WINDOW", 2)
-    titles, actions = ["red", "red 4", "blue", "red", "blue"], [2, 9, None, 9, 1]
+    titles, actions = ["red train", "Red 4", "blue", "the red", "blue"], [2, 9, None, 9, 1]
     for query, limit, ids in (
         ("red", 9, "241"),
-        ("red", 2, "24"),
+        ("RED", 2, "24"),
+        ("train red", 9, "1"),
         ("blue", 9, "53"),
         ("", 3, "241"),
         ("", 9, "24153"),
@@ -861,20 +786,14 @@ def test_the_most_popular_items_come_first(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         assert "".join(searched([*"12345"], titles, query, limit, actions=actions)) == ids, query
     assert "".join(searched([*"123"], ["a", "a", "a"], "a", 9, actions=["x", "y", "z"])) == "123"
-    monkeypatch.setattr(live_module, "MOST_FOUND", 1)
-    assert "".join(searched([*"12345"], titles, "red", 1, actions=actions)) == "2"
-
-
-def test_items_are_searched_by_words() -> None:
-    titles = ["The Night Train", "Night, a Long One", "Lady of the Night", "Morning"]
-    for query, ids in {
-        "night": "123",
-        "night the": "13",
-        "train  NIGHT": "1",
-        "train 1": "1",
-        "train 2": "",
-    }.items():
-        assert "".join(searched([*"1234"], titles, query, 9)) == ids, query
+    item = {"id": "id 49", "title": "«id 49»", "columns": silent.export.retriever.values(7)}
+    kinds = silent.export.retriever.kinds
+    assert silent.ask(b"", "GET", "/items?query=id%2049&limit=2") == (
+        200,
+        {"items": [item], "more": False, "columns": kinds},
+    )
+    monkeypatch.setattr(live_module, "SEARCH_SECONDS", 0.0)
+    assert silent.ask(b"", "GET", "/items?query=7")[1] == {"items": [], "more": True, "columns": kinds}
 
 
 def test_pages_need_nothing_else(server: Running) -> None:
@@ -1034,12 +953,8 @@ def test_the_command_answers_and_ends(folder: Path, tmp_path: Path, monkeypatch:
             "no serving directory at nowhere (it has no manifest.json); make it with: logitmix export",
         ),
         ("FOLDER --port 70000", "--port is 70000; it must be from 0 to 65535"),
-        ("FOLDER --port 0 --host 1.2.3.4.5", "there is no address for --host 1.2.3.4.5"),
         ("FOLDER --port 0 --host 192.0.2.1", "port 0 of 192.0.2.1: Cannot assign requested address"),
         ("FOLDER --port 0 --wait-ms -1", "--wait-ms is -1.0; it must be from 0 to 1000"),
-        ("FOLDER --port 0 --threads -1", "--threads is -1; it must be from 0 to 1024"),
-        ("FOLDER --port 0 --threads 99999999999999", "--threads is 99999999999999; it must be from 0 to 1024"),
-        ("FOLDER --workers 2 --port PORT", "port PORT of 127.0.0.1 is in use; give another --port"),
         ("FOLDER --workers 0 --port 0", "--workers is 0; it must be from 1 to 256"),
     ],
 )
@@ -1054,19 +969,6 @@ def test_what_the_command_refuses(folder: Path, capsys: pytest.CaptureFixture[st
     assert line.startswith("logitmix: " + said.replace("PORT", port))
 
 
-@pytest.mark.parametrize(("command", "maps"), [("serve", True), ("retrieve", True), ("report", False)])
-def test_who_maps_files_tells_where_it_was_when_it_died(
-    command: str, maps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By SIGBUS, which leaves no time for an error of our own."""
-    enabled: list[bool] = []
-    monkeypatch.setattr(faulthandler, "is_enabled", lambda: False)
-    monkeypatch.setattr(faulthandler, "enable", lambda: enabled.append(True))
-    with pytest.raises(SystemExit):
-        cli.main([command, str(tmp_path / "nowhere")])
-    assert enabled == [True] * maps
-
-
 def test_answers_are_sent_at_once(server: Running) -> None:
     """Without TCP_NODELAY, the end of an answer waits for the client's acknowledgment of its head, some 40 ms."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
@@ -1078,25 +980,3 @@ def test_answers_are_sent_at_once(server: Running) -> None:
         seconds.append(time.perf_counter() - start)
     connection.close()
     assert min(seconds[10:]) < 0.03
-
-
-def told_at_the_start(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """Returns the lines of a server that ends once it has started."""
-    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: sockets[0].close())
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        cli.main(["serve", *words, "--port", "0"])
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
-            signal.signal(number, handler)
-    return capsys.readouterr().err.splitlines()
-
-
-def test_other_hosts_are_warned_of(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warning, url = told_at_the_start([str(folder), "--host", "0.0.0.0"], capsys, monkeypatch)
-    assert warning == "logitmix: whoever reaches 0.0.0.0 can use this server, as there is no --token-file"
-    assert re.search(r" on http://0\.0\.0\.0:\d+$", url)
