@@ -34,7 +34,7 @@ def test_the_hours_of_actions_are_a_feature(tmp_path: Path) -> None:
     assert "served needs the plugin hour.py (" in command(retrieve, tmp_path, status=2)
 
     def scores(*hours: float) -> list[float]:
-        events = ["--events", json.dumps([{"hour": hour} for hour in hours])]
+        events = ["--request", json.dumps({"events": [{"hour": hour} for hour in hours]})]
         return [row["score"] for row in json.loads(command([*retrieve, *events, *plugin], tmp_path))["items"]]
 
     assert scores(3, 24) == scores(3, 0)

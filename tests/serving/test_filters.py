@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,37 +209,23 @@ def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
 
 def test_the_command_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(export_small(small_model("mol", X), tmp_path / "served"))
-    words = ["--where", "price > 5 and category != a", "--limit", '{"category": 3}', "--json"]
-    cli.main(["retrieve", folder, "--history", IDS[3], *words])
+    words = ["retrieve", folder, "--history", IDS[3], "--json", "--request"]
+    cli.main([*words, '{"where": "price > 5 and category != a", "limit": {"category": 3}}'])
     rows = json.loads(capsys.readouterr().out)["items"]
     columns, items = small_columns(X), [IDS.index(row["id"]) for row in rows]
     assert all(columns["price"][item] > 5 for item in items)
     assert Counter(columns["category"][item] for item in items) == {"b b": 3, "c's": 3, "d": 3}
-    cli.main(["retrieve", folder, "--history", IDS[3], "--where", "category = none", "--json"])
-    assert capsys.readouterr() == (
-        '{"items": []}\n',
-        "no item is left by --where, --allowed, --blocked and the history\n",
-    )
+    cli.main([*words, '{"where": "category = none"}'])
+    said = "no item is left by the request's conditions and the history\n"
+    assert capsys.readouterr() == ('{"items": []}\n', said)
 
 
-def test_what_the_command_does_not_use_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
-) -> None:
-    words = ["retrieve", str(export_small(small_model("mol", X), tmp_path / "served")), "--history", IDS[3], "--json"]
-    cli.main([*words, "--allowed", f"new,{IDS[5]},newer", "--blocked", IDS[6], "--time", "5"])
-    said = capsys.readouterr()
-    assert [row["id"] for row in json.loads(said.out)["items"]] == [IDS[5]]
-    assert said.err.splitlines() == [
-        "2 of 3 ids of --allowed are no items, such as 'new'",
-        "--timestamps and --time are not used: the model has no recency, times or dates",
-    ]
-    assert "--want is for models with model.wanted, which this one lacks; leave it out" in refusal(
-        *words, "--want", "a"
-    )
+def test_the_command_answers_a_file_and_says_what_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    served = export_small(small_model("mol", X), tmp_path / "served")
     file = tmp_path / "asked.jsonl"
     file.write_text(f'\n["nobody"]\n\n["{IDS[3]}"]\n{{"history": ["{IDS[3]}"], "k": 0}}\n')
     out = tmp_path / "out.jsonl"
-    cli.main([*words[:2], "--histories", str(file), "--out", str(out)])
+    cli.main(["retrieve", str(served), "--histories", str(file), "--out", str(out)])
     problem = f"the request: no item of demo has the id 'nobody'; give raw ids of its {X} items, such as 'id 0'"
     assert capsys.readouterr() == (
         f"{out}: 1 request answered\n",

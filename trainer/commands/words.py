@@ -130,13 +130,6 @@ def parts(flag: str, text: str) -> list[str]:
     return [part for row in rows for part in row if part]
 
 
-def whole_numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in parts(flag, text)]
-    except ValueError:
-        raise ValueError(f"{flag} is {text}; it must be whole numbers, separated by commas") from None
-
-
 def json_value(flag: str, text: str, kind: type[T], example: str) -> T:
     needs = f"it must be a JSON {'object' if kind is dict else 'list'}, in quotes: {example}"
     try:

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from logitmix.trainer.commands.flags import take, take_imports
-from logitmix.trainer.commands.words import json_value, parts, whole_numbers
+from logitmix.trainer.commands.words import json_value, parts
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,6 @@ def test_quotes_that_do_not_close_are_named(text: str) -> None:
         ValueError, match=r"^--history is .*, which is no row of CSV .* double quotes, as in '\"a,b\",c'"
     ):
         parts("--history", text)
-
-
-def test_times_are_whole_numbers_between_commas() -> None:
-    assert whole_numbers("--timestamps", '12, -3,"4"') == [12, -3, 4]
-    with pytest.raises(ValueError, match=r"^--timestamps is 1,x; it must be whole numbers, separated by commas$"):
-        whole_numbers("--timestamps", "1,x")
 
 
 @pytest.mark.parametrize(("text", "why"), [("category=3", ", which is not JSON .*"), ("[3]", "")])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -191,24 +190,31 @@ def test_without_times_all_is_at_once(paced: Path) -> None:
 def test_the_command_line_takes_the_time(
     paced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
 ) -> None:
-    history = ["--history", "item-1,item-5,item-1", "--timestamps", "10,3000,6000", "-k", "3", "--json"]
+    asked: Request = {"history": ["item-1", "item-5", "item-1"], "timestamps": [10, 3000, 6000]}
 
-    def told(model: str, *words: str) -> list[dict[str, Any]]:
-        cli.main(["retrieve", str(paced / f"{model}.served"), *history, *words])
-        return json.loads(capsys.readouterr().out)["items"]
+    def words(model: str, time: int) -> list[str]:
+        request = json.dumps({"timestamps": asked["timestamps"], "time": time})
+        return [
+            "retrieve",
+            str(paced / f"{model}.served"),
+            "--history",
+            ",".join(asked["history"]),
+            "--request",
+            request,
+        ]  # type: ignore[arg-type]
 
-    request: Request = {"history": ["item-1", "item-5", "item-1"], "timestamps": [10, 3000, 6000], "time": 6004}
-    assert (
-        told("with", "--time", "6004") == ranked_rows(Retriever.load(paced / "with.served").recommend([request], 3))[0]
-    )
-    assert told("with", "--time", "6004") != told("with", "--time", "9000") != told("with")
-    assert told("without", "--time", "6004") == told("without", "--time", "9000") == told("without")
-    said = refusal("retrieve", str(paced / "with.served"), *history, "--time", "5999")
-    assert "the request: its time is 5999; its last action was at 6000" in said
+    for model in ("with", "without"):
+        found = []
+        for time in (6004, 9000):
+            cli.main([*words(model, time), "-k", "3", "--json"])
+            found.append(json.loads(capsys.readouterr().out)["items"])
+            retriever = Retriever.load(paced / f"{model}.served")
+            assert found[-1] == ranked_rows(retriever.recommend([{**asked, "time": time}], 3))[0]
+        assert (found[0] == found[1]) == (model == "without")
+    assert "the request: its time is 5999; its last action was at 6000" in refusal(*words("with", 5999))
     (tmp_path / "asked.jsonl").write_text('["item-1"]\n')
-    files = ["--histories", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out"), "--time", "0"]
-    said = refusal("retrieve", str(paced / "with.served"), *files)
-    assert "--time is for one request; beside --histories say it in the file" in said
+    files = ["--histories", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out")]
+    assert "--request are for one request; beside --histories" in refusal(*words("with", 0), *files)
 
 
 @pytest.mark.parametrize("time", [1.5, "now", 2**63, [5]])
