@@ -1,8 +1,6 @@
-"""Every relative link of the Markdown files leads to a file, and to a heading if it names one. Diagrams are those of
-their script."""
+"""Every relative link of the Markdown files leads to a file, and to a heading if it names one."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -63,9 +61,3 @@ def test_the_site_has_every_page_of_its_contents_and_of_docs() -> None:
     # gpu.md is written by `make gpu`.
     pages = {str(page.relative_to(ROOT)) for page in PAGES if page.name != "gpu.md"}
     assert set(listed) == pages
-
-
-def test_diagrams_are_those_of_the_script() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))
-    for name in ("system", "training_step"):
-        assert drawn[name]() == (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")

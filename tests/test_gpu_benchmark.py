@@ -19,13 +19,6 @@ from logitmix.modules.similarity.mol import MoL
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"sees no NVIDIA GPU here$"):
-        gpu.main(gpu.Options(out=str(tmp_path / "gpu.md")))
-    assert not (tmp_path / "gpu.md").exists()
-
-
 def test_a_wrong_part_is_named_and_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_r
 from logitmix.comm.process_group import Ranks
 from logitmix.comm.rendezvous import ranks_named
 from logitmix.common.code import code
-from logitmix.common.files import Fields, clean_up, parse_json, staging_path, write_whole
+from logitmix.common.files import Fields, clean_up, parse_json, write_whole
 from logitmix.common.mappings import cut, from_mapping, require
 from logitmix.common.storage import is_copy, push
 from logitmix.modules.schema import Schema
@@ -108,15 +108,6 @@ def upload_run(run: Path, ranks: Ranks) -> None:
     """Uploads a run, or an export, that is at a URL; OSError on every rank if that fails. Collective."""
     if is_copy(run):
         on_first_rank_at_length(lambda: push(run), ranks)
-
-
-def remove_run(run: Path) -> None:
-    """Removes a run directory, on one rank, and in the store if it is at a URL; ValueError if a job trains there."""
-    clean_up(run)
-    with _locked(run):
-        # Another name first: what is removed by half must not look like a run.
-        shutil.rmtree(run.rename(staging_path(run)))
-    push(run)
 
 
 def start_run(run: Path, config: Config, dataset: Dataset, ranks: Ranks) -> str:

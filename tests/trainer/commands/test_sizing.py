@@ -113,10 +113,7 @@ def test_hstu_is_no_deeper_than_the_minutes_pay(
     encoders = [of.model.encoder for of in to_train]
     assert all(isinstance(of, HSTUConfig) for of in encoders)
     assert [(of.blocks, of.heads) for of in encoders] == [(8, 2), (2, 1), (8, 2), (2, 1), (4, 1), (2, 1), (8, 2)]  # type: ignore[union-attr]
-    for flag in ("--train.minutes", "--data.items"):
-        assert flag in refusal("train", "auto", "--data.path", path, flag, "few")
-        with pytest.raises(ValueError, match=flag[2:]):
-            api.train("auto", "run", {"data.path": path, flag[2:]: 10**400})
+    assert "--train.minutes" in refusal("train", "auto", "--data.path", path, "--train.minutes", "few")
 
 
 def test_what_is_said_stands_above_what_is_sized(
@@ -153,8 +150,6 @@ def test_only_what_is_kept_is_said(clicks: Path) -> None:
     everything, said = settled(with_settings(config, {"model.features": ["all"], "train.epochs": 2}), found)
     assert "features ['brand']" not in said and "train.epochs" not in said and "item_id_dropout 0.1 (" in said
     assert everything.model.features == ("all",) and everything.model.item_id_dropout == 0.1
-    titles, _ = settled(with_settings(config, {"model.features": ["title"]}), found)
-    assert titles.model.item_id_dropout == 0.1  # auto does not take them, but they are of items
     for features in ([], ["age", "user"]):
         without, said = settled(with_settings(config, {"model.features": features}), found)
         assert without.model.item_id_dropout == 0 and "dropout" not in said
@@ -227,12 +222,6 @@ def test_explicit_negatives_have_a_loss_that_takes_them(
     for config in (*to_train, first):
         loss = config.model.loss
         assert (loss.negatives, loss.share, loss.resample) == (128, "group", 0)
-    cli.main(["train", "auto-mol", *words, "--model.loss.negatives", "64", "--start.model.loss.share", "position"])
-    first = to_train[3].first
-    assert first is not None
-    assert [(of.model.loss.negatives, of.model.loss.share) for of in (to_train[3], first)] == [
-        (64, "group"), (128, "position")
-    ]  # fmt: skip
 
 
 def test_long_histories_are_trained_on_in_windows(clicks: Path, to_train: list[Config]) -> None:
@@ -253,12 +242,10 @@ def test_auto_takes_mol_where_it_pays(clicks: Path, to_train: list[Config], caps
     words, left = ["train", "auto", "--data.path", str(clicks)], "is left to the recipe auto-mol: {} is given"
     for items, given, reason in (
         (20_000, [], "ahead on such data, after the dot product"),
-        (20_000, ["--train.minutes", "20"], "ahead on such data, after the dot product"),
         (20_000, ["--train.minutes", "19.9"], "with 20 minutes or more"),
         (20_000, ["--train.minutes", "inf"], "with 20 minutes or more"),
         (20_000, ["--train.epochs=40"], left.format("train.epochs")),
         (20_000, ["--tables.item.lr", "0.01"], left.format("tables.item.lr")),
-        (20_000, ["--model.loss.negatives", "4096"], left.format("model.loss.negatives")),
         (20_000, ["--model.encoder.blocks", "2"], left.format("model.encoder.blocks")),
         (20_000, ["--no-start"], left.format("no_start")),
         (20_000, ["--start.train.epochs", "2"], left.format("start.train.epochs")),
@@ -303,11 +290,9 @@ def test_a_run_goes_on_with_the_same_words_and_other_limits(
     for number, (given, other) in enumerate((
         ([], []),
         ([], ["--train.minutes", "2"]),
-        ([], ["--train.epochs", "9"]),
         (["--train.minutes", "2"], ["--train.minutes", "60"]),
         (["--train.minutes", "2", "--model.encoder.blocks", "8"], ["--train.minutes", "60"]),
         (["--model.encoder.blocks", "2"], ["--train.minutes", "2"]),
-        (["--model.encoder.max-length", "20"], []),
         (["--model.encoder.kind", "hstu", "--train.minutes", "9"], ["--train.minutes", "1"]),
         (["--model.encoder.kind", "pooled"], []),
         (["--model.dim", "48", "--model.encoder.heads", "3"], []),
@@ -394,7 +379,7 @@ def test_other_recipes_and_absent_datasets_have_no_sizes(clicks: Path, tmp_path:
     for name in set(recipe_names()) - {"auto", "auto-mol"}:
         assert load_sized(name, str(clicks)) == (load_recipe(name), {})
     (tmp_path / "broken").mkdir()
-    for content in ("{", "[" * 100_000, "[]", "{}", '{"users": null}'):
+    for content in ("{", "[]", '{"users": null}'):
         (tmp_path / "broken" / "dataset.json").write_text(content)
         assert load_sized("auto", str(tmp_path / "broken")) == (load_recipe("auto"), {})
     assert load_sized("auto", str(tmp_path / "none")) == (load_recipe("auto"), {})
@@ -433,14 +418,3 @@ def test_what_counts_steps_is_scaled_with_their_number(tmp_path: Path) -> None:
     first = load_sized(str(tmp_path / "own.toml"), scale=4)[0].first
     assert first is not None and (first.train.batch_size, first.train.ema) == (32, pytest.approx(0.9**4, rel=1e-5))
     assert (first.train.warmup_steps, first.tables.lr) == (25, 0.004)
-    without = {"start.train.warmup_steps": 0, "start.train.ema": 0.0}
-    (tmp_path / "own.toml").write_text(dump_toml(with_settings(load_recipe("ml-1m-dot"), settings | without)))
-    first = load_sized(str(tmp_path / "own.toml"), scale=4)[0].first
-    assert first is not None and (first.train.warmup_steps, first.train.ema) == (0, 0)
-
-
-def test_auto_is_scaled_from_what_follows_from_its_dataset(clicks: Path) -> None:
-    one, _ = load_sized("auto", str(clicks))
-    eight, found = load_sized("auto", str(clicks), scale=8)
-    assert eight.train.batch_size == 8 * one.train.batch_size and eight.train.epochs == one.train.epochs
-    assert "train.epochs" in found and found["train.batch_size"][1] == "8 times the batch"

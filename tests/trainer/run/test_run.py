@@ -14,7 +14,7 @@ from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run import folder
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
-from logitmix.trainer.run.folder import checkpoint_paths, read_code, read_config, remove_run, run_lock, start_run
+from logitmix.trainer.run.folder import checkpoint_paths, read_code, read_config, run_lock, start_run
 from logitmix.trainer.run.metrics import append_row, keep_rows, read_rows, still_rising
 
 
@@ -207,17 +207,6 @@ def test_rates_that_have_fallen_do_not_rise_again(
     with pytest.raises(ValueError, match=said) if said else nullcontext():
         start_run(tmp_path, later, load_dataset(data), ranks)
     assert read_config(tmp_path) == (earlier if said else later)
-
-
-def test_a_run_that_is_trained_is_not_removed(tmp_path: Path, ranks: Ranks) -> None:
-    run = tmp_path / "run"
-    with run_lock(run, ranks):
-        append_row(run, "train", 1, {})
-        with pytest.raises(ValueError, match=f"^another job is training {run}"):
-            remove_run(run)
-    assert read_rows(run)
-    remove_run(run)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:

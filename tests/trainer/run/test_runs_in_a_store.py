@@ -46,7 +46,7 @@ from logitmix.trainer.loop import train
 from logitmix.trainer.prepare import prepare as preparing
 from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.folder import checkpoint_paths, remove_run, require_one_host, run_lock
+from logitmix.trainer.run.folder import checkpoint_paths, require_one_host, run_lock
 from logitmix.trainer.run.metrics import RunProgress, read_rows
 from logitmix.trainer.run.results import read_results, read_test_users
 from logitmix.trainer.run.saving import Saver
@@ -551,14 +551,6 @@ def test_a_run_that_is_trained_first_there(bucket: Memory, capsys: pytest.Captur
     assert load_saved(final_run(run)).step == read_results(run / "refit")["step"]
     assert load_saved(run / "refit" / "start").step in (4, 8)
     assert [[row["step"] for row in read_rows(of, "validation")] for of in (run / "start", run)] == [[4, 8], [0, 4]]
-
-
-def test_what_is_removed_does_not_come_back(memory: Memory, local: Path) -> None:
-    run = put(local / "run", RUN)
-    remove_run(run)
-    assert not fetch_run(RUN).exists()
-    memory.host("elsewhere")
-    assert not (fetch_run(RUN) / "config.toml").exists()
 
 
 def test_a_refit_there(bucket: Memory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
