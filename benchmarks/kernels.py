@@ -40,7 +40,7 @@ from logitmix.modules.config import HSTUConfig, MoLConfig
 from logitmix.modules.encoders import hstu_triton, hstu_unit_triton
 from logitmix.modules.encoders.hstu_attention import TIME_BUCKETS
 from logitmix.modules.losses import dot_triton, mol_triton
-from logitmix.modules.losses.blockwise import Examples, GateDropout
+from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.losses.dot_loss import dot_sampled_softmax
 from logitmix.modules.noise import Noise
 from logitmix.modules.similarity import gated_triton, mol_scores_triton, normalize_triton
@@ -202,12 +202,11 @@ def mol_loss(U: int, I: int, C: int, H: int, dtype: torch.dtype, corrected: bool
     gate = empty(H, M), empty(H), empty(M, H), empty(M)
     place_T, negatives_GN = empty(G * L, dtype=torch.int64), empty(G, N, dtype=torch.int64)
     tensors = [tensor.requires_grad_() for tensor in (*sides, *gate)]
-    dropout = GateDropout(Noise(1), 0.2, place_T)
     assert mol_triton.covers(U, I, C, H, dtype, place_T.device)
     bounds = range(0, G * L + 1, L)
     log_q_V = empty(V) if corrected else None
-    groups = place_T, negatives_GN, bounds, log_q_V, None
-    mol_triton.mol_sampled_softmax(dtype, groups, dropout, *tensors).backward()
+    examples = Examples(place_T, place_T, bounds, negatives_GN, log_q_V)
+    mol_triton.mol_sampled_softmax(dtype, examples, (Noise(1), 0.2), *tensors).backward()
 
 
 def dot_loss(H: int, length: int, corrected: bool) -> None:

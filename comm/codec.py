@@ -52,10 +52,6 @@ class Codec(ABC):
     def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
         """Fills FP32 `out_RW`, whose rows may be columns of a wider matrix."""
 
-    @abstractmethod
-    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
-        """Returns which finite values [R, W] the format cannot hold."""
-
 
 @dataclass(frozen=True)
 class Cast(Codec):
@@ -75,9 +71,6 @@ class Cast(Codec):
     def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
         out_RW.copy_(encoded.view(self.dtype))
 
-    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
-        return values_RW.isfinite() & (values_RW.abs() > torch.finfo(self.dtype).max)
-
 
 @dataclass(frozen=True)
 class RowwiseFp8(Codec):
@@ -94,12 +87,6 @@ class RowwiseFp8(Codec):
 
     def decode(self, encoded: Tensor, layout: RowLayout, out_RW: Tensor) -> None:
         dequantize_rowwise(encoded, self.dtype, _widths(layout), out=out_RW)
-
-    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
-        pieces = encoded.split([width + SCALE_BYTES for width in _widths(layout)], dim=1)
-        scales = [piece[:, -SCALE_BYTES:].contiguous().view(torch.bfloat16).float() for piece in pieces]
-        limits = [scale.expand(-1, width) for scale, width in zip(scales, _widths(layout), strict=True)]
-        return values_RW.isfinite() & (values_RW.abs() > torch.cat(limits, dim=1))
 
 
 FP32, BF16, FP16 = Cast(torch.float32), Cast(torch.bfloat16), Cast(torch.float16)

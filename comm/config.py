@@ -8,7 +8,7 @@ from logitmix.common.mappings import require_from
 from logitmix.common.plugins import Registry
 
 Direction = Literal["forward", "backward"]
-_CODEC, _NEEDS = "logitmix.comm.codec", ("stochastic", "row_bytes", "encode", "decode", "saturated")
+_CODEC, _NEEDS = "logitmix.comm.codec", ("stochastic", "row_bytes", "encode", "decode")
 _CASTS = {"fp32": f"{_CODEC}:FP32", "bf16": f"{_CODEC}:BF16", "fp16": f"{_CODEC}:FP16"}
 CODECS: Mapping[Direction, Registry[Any]] = {
     "forward": Registry("codec", {**_CASTS, "fp8": f"{_CODEC}:ROWS_FP8"}, _NEEDS, instances=True),

@@ -72,7 +72,7 @@ def side_by_side(rows: int, layout_by_rank: Sequence[RowLayout]) -> End:
 
 
 _SAMPLED_ROWS = 4096
-QUALITY = ("values", "saturated", "flushed", "squared_error", "squares")
+QUALITY = ("squared_error", "squares")
 
 
 class Wire:
@@ -103,7 +103,7 @@ class Wire:
         return list(self._index)
 
     def pop_counts(self) -> Tensor:
-        """Counts since the last call, float64 [tables, 2 directions, 2 + 5]: bytes, FP32 bytes, and the sums named by
+        """Counts since the last call, float64 [tables, 2 directions, 2 + 2]: bytes, FP32 bytes, and the sums named by
         QUALITY over the sampled rows. To be summed over the ranks."""
         for direction, layout, rows_by_segment in self._on_device:
             for segment, rows in zip(layout, rows_by_segment.tolist(), strict=True):
@@ -130,10 +130,6 @@ class Wire:
             count[0] += rows * codec.row_bytes((segment,))
             count[1] += rows * segment.width * 4
 
-    def count_padding(self, direction: Direction, table: str, size: int) -> None:
-        """Counts bytes that a message has beside its rows."""
-        self._bytes[self._index[table]][DIRECTIONS.index(direction)][0] += size
-
     def sample(self, direction: Direction, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> None:
         """Adds the rounding errors of these rows, or of some thousands of them spread evenly."""
         stride = max(1, len(values_RW) // _SAMPLED_ROWS)
@@ -144,9 +140,7 @@ class Wire:
         finite = values_RW.isfinite()
         exact = torch.where(finite, values_RW, 0.0).double()
         error = torch.where(finite & received_RW.isfinite(), received_RW - exact, 0.0)
-        saturated = codec.saturated(values_RW, encoded, layout)
-        flushed = (exact != 0) & (received_RW == 0)
-        each = torch.stack([finite.double(), saturated.double(), flushed.double(), error**2, exact**2]).sum(1)
+        each = torch.stack([error**2, exact**2]).sum(1)
         widths = [segment.width for segment in layout]
         for segment, sums in zip(layout, each.split(widths, dim=1), strict=True):
             key = segment.table, direction
@@ -258,12 +252,6 @@ class Exchange:
         self._in_flight = _all_to_all(encoded, send, receive, self.group)
         for layout, rows in self.counted:
             self.wire.count(direction, layout, rows)
-        own = [*(send if sender is self.owner else receive)]
-        own[self.group.rank()] = 0  # stays here
-        if padding := sum(_padded(own, self.group)) - sum(own):
-            # Of whichever of its tables.
-            table = next(segment.table for layout, _ in self.counted for segment in layout)
-            self.wire.count_padding(direction, table, padding)
 
 
 ALIGNMENT = {"gloo": 1}

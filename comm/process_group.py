@@ -10,7 +10,6 @@ import gc
 import os
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -93,7 +92,6 @@ def process_group(
             _environment("GLOO_SOCKET_IFNAME", loopback if place.one_host else ""),
             _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient if chosen.type == "cuda" else ""),
         ):
-            since = time.monotonic()
             try:
                 dist.init_process_group(
                     "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -103,11 +101,8 @@ def process_group(
                     timeout=timeout,
                 )
             except RuntimeError as error:
-                waited = time.monotonic() - since
                 why = heartbeat.who_is_missing() or unconnected(place.rank, members)
-                raise LostRank(
-                    f"rank {place.rank} tried for {waited:.1f} s to connect to the others: {why} ({first_line(error)})"
-                ) from None
+                raise LostRank(f"rank {place.rank} cannot connect to the others: {why} ({first_line(error)})") from None
             group = dist.group.WORLD
             assert group is not None
             if chosen.type == "cuda":

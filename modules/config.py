@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 from logitmix.common.mappings import require, require_from
 from logitmix.common.plugins import Kinds
@@ -21,22 +21,38 @@ _RANGES = {
 """Limits of whole numbers by name; others are widths, from 1 to WIDEST."""
 
 
-def _require_ranges(section: str, settings: Any) -> None:
-    """Checks the settings of a part of the model: whole numbers, rates of dropout, temperatures and weights."""
-    for setting in fields(settings):
-        name, value = f"{section}.{setting.name}", getattr(settings, setting.name)
-        if setting.name.endswith("dropout"):
-            require(0 <= value < 1, name, value, "in [0, 1)")
-        elif setting.name == "temperature":
-            require(0 < value < inf, name, value, "above 0 and finite")
-        elif isinstance(value, float):
-            require(0 <= value < inf, name, value, "0 or more and finite")
-        elif type(value) is int:
-            require_from(*_RANGES.get(setting.name, (1, WIDEST)), name, value)
+class Section:
+    """A part of the model's settings, whose whole numbers, rates of dropout, temperatures and weights are checked."""
+
+    section = ""
+    """Its place among all settings."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):  # type: ignore[arg-type]
+            name, value = f"{self.section}.{setting.name}", getattr(self, setting.name)
+            if setting.name.endswith("dropout"):
+                require(0 <= value < 1, name, value, "in [0, 1)")
+            elif setting.name == "temperature":
+                require(0 < value < inf, name, value, "above 0 and finite")
+            elif isinstance(value, float):
+                require(0 <= value < inf, name, value, "0 or more and finite")
+            elif type(value) is int:
+                require_from(*_RANGES.get(setting.name, (1, WIDEST)), name, value)
+
+
+class _Encoder(Section):
+    section = "model.encoder"
+
+    def require_width(self, dim: int) -> None:
+        """Raises ValueError where the encoder cannot have the width."""
+
+
+class _Similarity(Section):
+    section = "model.similarity"
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(_Encoder):
     """Settings that encoders with blocks of causal attention have in common, each of which uses all of them. A setting
     of one kind alone stands in the class of this kind, and no kind extends the class of another."""
 
@@ -51,9 +67,6 @@ class AttentionConfig:
     """Share of a history's items that the encoder does not see in a training step; they are still predicted."""
     max_length: int = 200
     """L: history positions that the encoder sees."""
-
-    def __post_init__(self) -> None:
-        _require_ranges("model.encoder", self)
 
     def require_width(self, dim: int) -> None:
         """Raises ValueError where the heads cannot share the width evenly."""
@@ -125,7 +138,7 @@ class FuXiConfig(AttentionConfig):
 
 
 @dataclass(frozen=True)
-class PooledConfig:
+class PooledConfig(_Encoder):
     """The user side, of kind "pooled": the mean of the history through an MLP, blind to its order (the paper's
     non-sequential setting)."""
 
@@ -138,12 +151,6 @@ class PooledConfig:
     """Rate on the MLP's input and hidden layer."""
     max_length: int = 200
     """L: history positions that are pooled."""
-
-    def __post_init__(self) -> None:
-        _require_ranges("model.encoder", self)
-
-    def require_width(self, dim: int) -> None:
-        """Takes any width."""
 
 
 EncoderConfig = SASRecConfig | LiGRConfig | HSTUConfig | FuXiConfig | PooledConfig
@@ -161,7 +168,7 @@ def sees_times(config: EncoderConfig, schema: Schema) -> bool:
 
 
 @dataclass(frozen=True)
-class DotConfig:
+class DotConfig(_Similarity):
     """phi(x, u), the similarity, of kind "dot": a dot product."""
 
     module = "logitmix.modules.similarity.dot:Dot"
@@ -172,12 +179,9 @@ class DotConfig:
     temperature: float = 0.05
     """Divides the product, normalized or not. The paper's "temperature" of 20 is its reciprocal."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("model.similarity", self)
-
 
 @dataclass(frozen=True)
-class MLPConfig:
+class MLPConfig(_Similarity):
     """phi(x, u), the similarity, of kind "mlp": a multilayer perceptron of query and item (appendix A)."""
 
     module = "logitmix.modules.similarity.mlp:MLP"
@@ -188,12 +192,9 @@ class MLPConfig:
     dropout: float = 0.1
     """Rate on the hidden layer."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("model.similarity", self)
-
 
 @dataclass(frozen=True)
-class NeuMFConfig:
+class NeuMFConfig(_Similarity):
     """phi(x, u), the similarity, of kind "neumf": neural matrix factorization (appendix A)."""
 
     module = "logitmix.modules.similarity.neumf:NeuMF"
@@ -210,12 +211,9 @@ class NeuMFConfig:
     dropout: float = 0.1
     """Rate on the hidden layer of the MLP of query and item."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("model.similarity", self)
-
 
 @dataclass(frozen=True)
-class DeepFMConfig:
+class DeepFMConfig(_Similarity):
     """phi(x, u), the similarity, of kind "deepfm": products of groups of query and item, and an MLP of them
     (appendix A, "FM")."""
 
@@ -237,12 +235,9 @@ class DeepFMConfig:
     dropout: float = 0.2
     """Rate on its hidden layer."""
 
-    def __post_init__(self) -> None:
-        _require_ranges("model.similarity", self)
-
 
 @dataclass(frozen=True)
-class MoLConfig:
+class MoLConfig(_Similarity):
     """phi(x, u), the similarity, of kind "mol": the mixture of logits (final MoL algorithm, section 3.4)."""
 
     module = "logitmix.modules.similarity.mol:mixture_of_logits"
@@ -282,12 +277,9 @@ class MoLConfig:
     authors' later code has 0.001."""
 
     def __post_init__(self) -> None:
-        _require_ranges("model.similarity", self)
+        super().__post_init__()
         if self.user_component and self.query_components == 1:
-            raise ValueError(
-                "model.similarity.query_components is 1, and with model.similarity.user_component the last one is the "
-                "user's; set it to 2 or more"
-            )
+            raise ValueError("model.similarity.user_component takes model.similarity.query_components of 2 or more")
 
 
 SimilarityConfig = DotConfig | MLPConfig | NeuMFConfig | DeepFMConfig | MoLConfig
@@ -300,8 +292,10 @@ SIMILARITIES = Kinds(
 
 
 @dataclass(frozen=True)
-class HIndexerConfig:
+class HIndexerConfig(Section):
     """Stage 1: a low-dimensional dot product, co-trained with the similarity (section 4.1)."""
+
+    section = "model.hindexer"
 
     dim: int = 64
     """H: its width."""
@@ -311,9 +305,6 @@ class HIndexerConfig:
     """Weight of its own sampled softmax in the loss; 0 leaves it out of training, export and retrieval."""
     detach: bool = False
     """Its loss trains only its two projections: its gradient does not reach the tables, the towers and the encoder."""
-
-    def __post_init__(self) -> None:
-        _require_ranges("model.hindexer", self)
 
 
 @dataclass(frozen=True)
@@ -345,25 +336,20 @@ class LossConfig:
     matter, in the time of a few; the h-indexer's loss has all. Takes share sequence or group. 0: all."""
 
     def __post_init__(self) -> None:
+        resampled, whole = self.resample > 0, self.negatives == 0
         require_from(0, MOST_NEGATIVES, "model.loss.negatives", self.negatives)
-        if not self.negatives and (self.share != "batch" or self.in_batch):
-            raise ValueError(
-                "model.loss.negatives is 0, which is every item, for the whole batch; set model.loss.share to batch "
-                "and model.loss.in_batch to 0, or model.loss.negatives to the number of a group's"
-            )
-        require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
         require_from(0, MOST_NEGATIVES, "model.loss.in_batch", self.in_batch)
-        if self.resample and (self.share not in ("sequence", "group") or not self.corrects):
+        require(self.group_positions >= 1, "model.loss.group_positions", self.group_positions, "at least 1")
+        if whole and (self.share != "batch" or self.in_batch):
             raise ValueError(
-                f"model.loss.resample is {self.resample}, which takes softmax and negatives of a sequence or a group; "
-                "set model.loss.kind to softmax and model.loss.share to sequence, or model.loss.resample to 0"
+                "model.loss.negatives 0, every item, takes model.loss.share batch and model.loss.in_batch 0"
             )
-        most = self.negatives + self.in_batch - 1 if self.resample else MOST_NEGATIVES
-        require_from(0, most, "model.loss.resample", self.resample)
+        if resampled and (self.share not in ("sequence", "group") or not self.corrects):
+            raise ValueError("model.loss.resample takes model.loss.kind softmax and model.loss.share sequence or group")
+        require_from(0, self.negatives + self.in_batch - resampled, "model.loss.resample", self.resample)
         if self.in_batch and not self.corrects:
             raise ValueError(
-                f"model.loss.in_batch is {self.in_batch}, but its correction is one of softmax, and model.loss.kind is "
-                f"{self.kind}; set model.loss.kind to softmax, or model.loss.in_batch to 0"
+                f"model.loss.in_batch takes model.loss.kind softmax, whose scores are corrected, not {self.kind}"
             )
 
     def candidates(self, num_items: int) -> int:
@@ -386,8 +372,10 @@ the settings, which returns the sum of the losses of T positions."""
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The model's width and the features that it uses."""
+
+    section = "model"
 
     dim: int = 64
     """D: width of the item embedding and of the encoder."""
@@ -418,7 +406,7 @@ class ModelConfig:
                 f"model.dim ({self.dim}) must be divisible by 4, as FBGEMM's embedding rows are; "
                 f"set model.dim to {below} or {below + 4}"
             )
-        _require_ranges("model", self)
+        super().__post_init__()
         self.encoder.require_width(self.dim)
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -15,41 +16,27 @@ def initialized(build: Callable[[], M], generator: torch.Generator) -> M:
     generator alone: layers that `reset_parameters` leaves as they are, such as an nn.GRU, keep what their constructors
     drew, from the generator's seed.
 
-    Raises ValueError that names a parameter or buffer that nothing has filled.
+    Raises ValueError that names a parameter or buffer of floating type that nothing has filled.
     """
     with torch.random.fork_rng(devices=[]), _marked_memory():
         torch.default_generator.manual_seed(generator.initial_seed())
         module = build()
         cast(Any, module).reset_parameters(generator)
-    for name, weight in module.named_parameters():
-        if not weight.isfinite().all():
-            raise ValueError(f"parameter {name} was not initialized, or not to finite numbers: {_MENDED}")
-    for name, buffer in module.named_buffers():
-        if _has_marks(buffer):
-            raise ValueError(f"buffer {name} was not initialized: {_MENDED}")
+    for name, weight in chain(module.named_parameters(), module.named_buffers()):
+        if weight.isnan().any():
+            raise ValueError(f"{name} was not initialized: its module must fill it, or reset_parameters")
     return module
-
-
-_MENDED = "its module must fill it in its constructor or in reset_parameters"
 
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """Tensors made without values are full of NaN, whole numbers of the largest of their type."""
+    """Tensors made without values are full of NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _has_marks(buffer: Tensor) -> bool:
-    """Buffers may hold infinity, as masks of attention do, and the largest whole number beside others. Small types and
-    truth values may be full of theirs."""
-    if buffer.is_floating_point() or buffer.is_complex():
-        return bool(buffer.isnan().any())
-    return buffer.dtype in (torch.int32, torch.int64) and bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
 def reset_layers(module: nn.Module, generator: torch.Generator) -> None:

@@ -47,9 +47,9 @@ class SampledLosses(nn.Module):
         "loss" is the one to minimize: "similarity" plus the weighted "hindexer" and minus the weighted
         "mutual_information", if there are any.
         """
-        tower, examples = (
-            self.tower,
-            Examples(batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V, batch.weight_Q),
+        tower = self.tower
+        examples = Examples(
+            batch.row_Q, batch.target_T, batch.bounds, batch.negatives_GN, batch.log_q_V, batch.weight_Q
         )
         count, noise = tower.config.loss.resample, batch.noise
         S = len(examples.target_T) + count * len(examples.negatives_GN)

@@ -96,34 +96,28 @@ class Feature:
     def __post_init__(self) -> None:
         _require_name("feature", self.name)
         try:
-            kind_named(self.kind)
+            form = self.form
         except ValueError as error:
             raise ValueError(f"feature {self.name}: its {error}") from None
-        if self.sparse and not self.table:
-            raise ValueError(f"feature {self.name} of kind {self.kind} names no table; a sparse feature needs one")
-        if not self.sparse and self.table:
-            raise ValueError(f"feature {self.name} of kind {self.kind} names a table; only kinds of ids have one")
-        if self.width < 1 or (self.width > 1 and not self.form.wide):
-            raise ValueError(f"feature {self.name} of kind {self.kind} has width {self.width}; only vectors are wide")
-        if self.sparse and (self.mean, self.deviation) != (0.0, 1.0):
-            raise ValueError(f"feature {self.name} of kind {self.kind} has a mean or deviation; only numbers do")
-        if self.form.dated and (self.owner != "item" or self.unit not in TICKS):
-            raise ValueError(
-                f"feature {self.name} of kind {self.kind} is of {self.owner}s, and its unit {self.unit!r}; only items "
-                f"have dates, and the unit must be that of the actions' times, one of {', '.join(TICKS)}"
-            )
-        if self.form.of_texts != bool(self.encoder and self.version):
-            raise ValueError(
-                f"feature {self.name} of kind {self.kind} has encoder {self.encoder!r} and version {self.version!r}; "
-                "texts alone have both"
-            )
-        if self.form.missing is not None:
-            object.__setattr__(self, "mean", self.form.missing)
-        if not (isfinite(self.mean) and 0 < self.deviation < inf):
-            raise ValueError(
-                f"feature {self.name} has mean {self.mean} and deviation {self.deviation}; "
-                "they must be finite, and the deviation above 0"
-            )
+        if form.missing is not None:
+            object.__setattr__(self, "mean", form.missing)
+        numbers, date = f"mean {self.mean} and deviation {self.deviation}", f"of {self.owner}s with unit {self.unit!r}"
+        finite = isfinite(self.mean) and 0 < self.deviation < inf
+        texts = f"encoder {self.encoder!r} and version {self.version!r}"
+        wrong = (
+            (form.sparse and not self.table, "names no table; a sparse feature needs one"),
+            (not form.sparse and self.table, "names a table; only kinds of ids have one"),
+            (self.width < 1 or (self.width > 1 and not form.wide), f"has width {self.width}; only vectors are wide"),
+            (form.sparse and (self.mean, self.deviation) != (0.0, 1.0), f"has {numbers}; only numbers do"),
+            (not finite, f"has {numbers}; they must be finite, and the deviation above 0"),
+            (
+                form.dated and (self.owner != "item" or self.unit not in TICKS),
+                f"is {date}; only items have dates, in the unit of the actions' times, one of {', '.join(TICKS)}",
+            ),
+            (form.of_texts != bool(self.encoder and self.version), f"has {texts}; texts alone have both"),
+        )
+        if problem := next((said for found, said in wrong if found), ""):
+            raise ValueError(f"feature {self.name} of kind {self.kind} {problem}")
 
     @property
     def form(self) -> Kind:
@@ -144,20 +138,19 @@ class Schema:
     """Of the dataset, where it is known: number of its users."""
 
     def __post_init__(self) -> None:
-        _require_unique("feature", [feature.name for feature in self.features])
-        _require_unique("table", [table.name for table in self.tables])
+        for what, entries in (("feature", self.features), ("table", self.tables)):
+            names = [entry.name for entry in entries]
+            if twice := next((name for name in names if names.count(name) > 1), ""):
+                raise ValueError(f"two {what}s are named {twice}; rename one of them")
         if ITEM_FEATURE not in self.features:
             raise ValueError(f"the schema has no feature {ITEM} of owner item, kind id and table {ITEM}: the item id")
-        known, used = [table.name for table in self.tables], {f.table for f in self.features if f.sparse}
-        for feature in self.features:
-            if feature.sparse and feature.table not in known:
-                near = nearest(feature.table, known)
-                raise ValueError(f"feature {feature.name} names table {feature.table}, which is not there{near}")
+        known, used = {table.name for table in self.tables}, {of.table: of.name for of in self.features if of.table}
+        for table in used.keys() - known:
+            raise ValueError(f"feature {used[table]} names table {table}, which is not there")
+        for table in known - used.keys():
+            raise ValueError(f"no feature uses table {table}; leave it out")
         if len(units := sorted({feature.unit for feature in self.features if feature.form.dated})) > 1:
             raise ValueError(f"dates have the units {' and '.join(units)}; the actions' times have one")
-        for name in known:
-            if name not in used:
-                raise ValueError(f"no feature uses table {name}; leave it out")
 
     def plugins(self) -> dict[str, str]:
         """Names and versions of the plugins that the kinds of its features come from."""
@@ -253,12 +246,6 @@ def _require_name(what: str, name: str) -> None:
     # These become names of files, columns, modules and settings.
     if not name.isidentifier():
         raise ValueError(f"{what} {name!r}: a name has letters, digits and underscores, and starts with no digit")
-
-
-def _require_unique(what: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two {what}s are named {name}; rename one of them")
 
 
 def _fields(entry: Feature | Table) -> dict[str, Any]:

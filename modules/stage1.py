@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from logitmix.common.compiled import has_triton, in_threads, lazy_library
-from logitmix.common.values import from_one
 
 LANES, GROUP = 16, 4
 """Items of a block, and dimensions that one instruction multiplies: the corpus's layout in memory."""
@@ -124,8 +123,8 @@ class Int8Corpus:
     def values(self, start: int, stop: int) -> Tensor:
         """Returns the signed values of items [start, stop), FP32 [R, width]; `start` is a multiple of 16."""
         assert start % LANES == 0
-        part = self.blocks[start // LANES : -(-stop // LANES)].transpose(1, 2)
-        return part.reshape(-1, self.width)[: stop - start].float() - ZERO
+        part = rows_of_blocks(self.blocks[start // LANES : -(-stop // LANES)], stop - start)
+        return part.reshape(-1, self.width).float() - ZERO
 
 
 def scale_of(item_XH: Tensor) -> float:
@@ -179,16 +178,11 @@ def hindexer_topk(
     Raises ValueError for a width or a mask that does not fit, queries that are not finite, k below 1 and tensors on
     different devices.
     """
-    try:
-        k = from_one(k)
-    except ValueError as error:
-        raise ValueError(f"k {error}") from None
-    if query_BH.dim() != 2:
-        raise ValueError(f"the queries are {list(query_BH.shape)}; they must be [queries, width]")
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
     device = corpus.blocks.device
-    for what, tensor in (("queries are", query_BH), ("mask is", allowed)):
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"the {what} on {tensor.device}, the corpus is on {device}; they must be on one device")
+    if query_BH.device != device or (allowed is not None and allowed.device != device):
+        raise ValueError(f"the queries and the mask must be on {device}, where the corpus is")
     K = min(k, corpus.num_items)
     query, scale_B = _quantized(query_BH, corpus)
     bits = None if allowed is None else _bits(allowed, len(query), corpus.num_items)

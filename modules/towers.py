@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .batch import Batch, Packing
 from .config import ModelConfig, has_user_component
-from .encoders.build import build_encoder
+from .encoders.stack import build_encoder
 from .features import Embedded, FeatureEmbeddings, Features, waves_of_times
 from .hindexer import HIndexer
 from .initialize import reset_layers
@@ -24,8 +24,8 @@ from .kinds.date import PERIODS
 from .linear import Linear
 from .losses.blockwise import Side
 from .noise import Noise
-from .schema import ITEM, ITEM_FEATURE, USER, USER_FEATURE, Schema
-from .similarity.build import build_similarity
+from .schema import ITEM, ITEM_FEATURE, USER_FEATURE, Schema
+from .similarity.base import build_similarity
 
 NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
 NO_FEATURES = Features()
@@ -118,16 +118,12 @@ class QueryTower(nn.Module):
 
 def _place_of_user(schema: Schema) -> int:
     """Returns the place of the user's id among the users' features."""
-    users = schema.of("user")
-    if USER_FEATURE in users:
-        return users.index(USER_FEATURE)
-    todo = "add user to model.features"
-    if USER in [*(of.name for of in schema.features), *(of.name for of in schema.tables)]:
-        todo = "the dataset has a feature or table of its own named user; rename that"
-    raise ValueError(
-        f"model.similarity.user_component is true, but the model does not know the user's id: {todo}, or set "
-        "model.similarity.user_component to false"
-    )
+    if USER_FEATURE not in schema.of("user"):
+        raise ValueError(
+            "model.similarity.user_component takes the user's id: add user to model.features, and rename what the "
+            "dataset names user"
+        )
+    return schema.of("user").index(USER_FEATURE)
 
 
 def query_groups(schema: Schema) -> int:
@@ -179,13 +175,13 @@ class Tower(nn.Module):
 
     def query_sides(self, query: Embedded) -> Sides:
         """Returns both stages' side of queries, for inference: tuples of tensors [B, ...]."""
-        number_B = _numbers(query)
+        number_B = torch.arange(len(query.vector_RD), device=query.vector_RD.device)
         hindexer = None if self.hindexer is None else self.hindexer.query_side(query, number_B)
         return Sides(self.similarity.query_side(query, number_B), hindexer)
 
     def item_sides(self, item: Embedded) -> Sides:
         """Returns both stages' side of items, which serving caches: tuples of tensors [V, ...]."""
-        number_V = _numbers(item)
+        number_V = torch.arange(len(item.vector_RD), device=item.vector_RD.device)
         hindexer = None if self.hindexer is None else self.hindexer.item_side(item, number_V)
         return Sides(self.similarity.item_side(item, number_V), hindexer)
 
@@ -228,7 +224,3 @@ def _inputs(items: Embedded, index_T: Tensor) -> Tensor:
         return items.vector_RD.index_select(0, index_T)
     # Sparse: inputs are few compared with negatives, so their gradient need not be as large as the items'.
     return F.embedding(index_T, items.vector_RD, sparse=not items.groups)
-
-
-def _numbers(of: Embedded) -> Tensor:
-    return torch.arange(of.vector_RD.shape[0], device=of.vector_RD.device)

@@ -72,12 +72,6 @@ def test_the_sample_has_a_case_of_each_module() -> None:
     assert {name.partition(":")[0] for name, _ in SAMPLE} == {name.partition(":")[0] for name, _ in CASES}
 
 
-def test_the_first_budget_that_fits_a_case_is_its_own() -> None:
-    budgets = {"_k, float32": (1, 8), "_j": (1, 1), "_k, limit": (1, 4), "_k": (2, 0)}
-    names = {"m: 4, float32, limit": (1, 8), "m: 4, bfloat16, limit": (1, 4), "m: 4, bfloat16": (2, 0)}
-    assert {name: kernels.budget_of("_k", name, budgets) for name in names} == names
-
-
 def test_what_would_not_start_is_named() -> None:
     """A kernel of which nothing fits."""
     kernel = kernels.Kernel("_k", 90, 16, 255, 9, 228 * 1024, 992, (1, 8), "ret;\n trap;\n", serialized=True)

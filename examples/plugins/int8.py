@@ -27,8 +27,5 @@ class RowwiseInt8(Codec):
             # A scale that is not finite makes the whole segment so, and the step is skipped.
             out_RC.copy_(piece[:, :-4].view(torch.int8) * piece[:, -4:].clone().view(torch.float32))
 
-    def saturated(self, values_RW: Tensor, encoded: Tensor, layout: RowLayout) -> Tensor:
-        return torch.zeros_like(values_RW, dtype=torch.bool)
-
 
 CODECS["forward"]["int8"] = CODECS["backward"]["int8"] = RowwiseInt8()

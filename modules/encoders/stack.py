@@ -5,13 +5,15 @@ Axes: B sequences, T positions of all of them, packed, L longest sequence, D wid
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from logitmix.common.plugins import module_of
+
 from ..batch import Packing
-from ..config import AttentionConfig
+from ..config import AttentionConfig, EncoderConfig
 from ..initialize import reset_layers
 from ..noise import Noise
 
@@ -69,3 +71,22 @@ class Stack(nn.Module):
 
 def _reset_bias(bias: Tensor, generator: torch.Generator) -> None:
     nn.init.trunc_normal_(bias, std=0.02, a=-0.04, b=0.04, generator=generator)
+
+
+class Encoder(Protocol):
+    """The user side: takes the events at the positions of histories, returns one query per position."""
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Draws initial weights, from the generator only."""
+
+    def __call__(self, item_TD: Tensor, packing: Packing, noise: Noise | None) -> Tensor:
+        """[T, D] -> [T, D]; position t of a sequence sees its positions 0..t. No dropout without noise. An encoder that
+        can compute the sequences' last positions alone, [B, D], has `last(item_TD, packing)`, too."""
+
+
+def build_encoder(dim: int, config: EncoderConfig) -> Any:
+    """ValueError for a plugin's that is none."""
+    encoder = module_of(config)(dim, config)
+    if not isinstance(encoder, nn.Module) or not hasattr(encoder, "reset_parameters"):
+        raise ValueError(f"{type(encoder).__name__} of kind {config.kind} is no nn.Module with reset_parameters")
+    return encoder

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,15 +23,8 @@ LARGEST = 3.4028234663852886e38
 """The largest number in FP32."""
 
 
-class FeatureNumbers(Protocol):
-    """What a kind knows of the feature that has it: a part of schema.Feature."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def deviation(self) -> float: ...
+FeatureNumbers = Any
+"""What a kind knows of the feature that has it: width, mean and deviation of schema.Feature."""
 
 
 Reads = Literal["one_id", "ids", "numbers", "vectors", "text_vectors", "days"]

@@ -23,7 +23,7 @@ from zlib import crc32
 
 import numpy as np
 
-from logitmix.common.mappings import first_line, nearest
+from logitmix.common.mappings import nearest
 from logitmix.common.plugins import Registry, require_plugins
 
 from .base import FeatureNumbers, Reads
@@ -103,24 +103,17 @@ class TextEncoder:
         return TEXT_ENCODERS.find(self.name)
 
     def _checked(self, texts: list[str], width: int) -> np.ndarray:
-        what, function = f"the encoder of texts {self.name}", self._function
-        try:
-            given = np.asarray(function(texts))
-            with np.errstate(over="ignore"):
-                vectors = given.astype(np.float32) if given.dtype.kind in "iuf" else None
-        except Exception as error:
+        given = np.asarray(self._function(texts))
+        with np.errstate(over="ignore"):
+            vectors = given.astype(np.float32)
+        if vectors.ndim != 2 or vectors.shape != (len(texts), width or max(1, vectors.shape[1])):
             raise ValueError(
-                f"{what} failed for {len(texts)} texts: {type(error).__name__}: {first_line(error)}"
-            ) from None
-        if vectors is None or vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1]:
-            raise ValueError(
-                f"{what} returned {given.dtype} of shape {list(given.shape)} for {len(texts)} texts; it must return "
-                f"numbers of shape [{len(texts)}, width]"
+                f"the encoder of texts {self.name} returned {given.dtype} of shape {list(given.shape)}; it must return "
+                f"numbers of shape [{len(texts)}, {width or 'width'}]"
             )
-        if vectors.shape[1] != (width or vectors.shape[1]):
-            raise ValueError(f"{what} returned vectors of {vectors.shape[1]} numbers, and before of {width}")
         if len(wrong := np.flatnonzero(~np.isfinite(vectors).all(1))):
-            raise ValueError(f"{what} returned numbers that are not finite for the text {texts[wrong[0]]!r:.40}")
+            text = texts[wrong[0]]
+            raise ValueError(f"the encoder of texts {self.name} returned what is not finite for the text {text!r:.40}")
         return vectors
 
 

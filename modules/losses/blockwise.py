@@ -9,7 +9,7 @@ its forward, so that nothing of size positions x negatives x components outlives
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,6 @@ from ..noise import Noise
 Side = tuple[Tensor, ...]
 Reduce = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Loss of each position [T] from positive_T, negative_TN and hit_TN, true where a negative is the target."""
-
-
-class Pairs(Protocol):
-    """Scores of queries and items, once each has been through its own tower."""
-
-    def all_pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
-    def pairs(self, query: Side, item: Side, dropout: Any = None) -> Tensor: ...
-    def pair_parameters(self) -> Sequence[Tensor]: ...
-    @property
-    def pair_numbers(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -52,22 +42,9 @@ class Examples:
     weight_T: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class GateDropout:
-    """Dropout of the gates, which are renormalized afterwards. row_T: global number of each position (int64)."""
-
-    noise: Noise
-    rate: float
-    row_T: Tensor
-
-
-Groups = tuple[Tensor, Tensor, Sequence[int], Tensor | None, Tensor | None]
-"""Of Examples: target_T, negatives_GN, bounds, log_q_V, weight_T."""
-
-
 def blockwise_loss(
     reduce: Reduce,
-    similarity: Pairs,
+    similarity: Any,
     query: Side,
     item: Side,
     examples: Examples,
@@ -75,7 +52,7 @@ def blockwise_loss(
     pair_dropout: float,
 ) -> Tensor:
     """Returns the sum of `reduce` over the T positions, each by its weight, FP32 scalar. `noise` applies dropout at the
-    rate `pair_dropout` to what the similarity computes for each pair."""
+    rate `pair_dropout` to what the `similarity` (similarity/base.py) computes for each pair."""
     N = examples.negatives_GN.shape[1]
 
     def dropout_of(row_T: Tensor, first: int, end: int) -> Callable[[Tensor], Tensor] | None:

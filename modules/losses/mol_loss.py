@@ -15,29 +15,28 @@ from torch.autograd.function import once_differentiable
 
 from logitmix.common.compiled import has_triton, in_threads, lazy_library
 
-from ..noise import derive_key, threshold
-from .blockwise import GATES, GateDropout, Groups, Side, keep_gradients, kept_gradients
+from ..noise import Noise, derive_key, threshold
+from .blockwise import GATES, Examples, Side, keep_gradients, kept_gradients
+
+GateDropout = tuple[Noise, float] | None
+"""Noise and rate of the gates' dropout."""
 
 
 def mol_sampled_softmax(
     query: Side,
     item: Side,
     cross_gate: Sequence[Tensor],
-    target_T: Tensor,
-    negatives_GN: Tensor,
-    bounds: Sequence[int] | None = None,
-    dropout: GateDropout | None = None,
-    log_q_V: Tensor | None = None,
-    weight_T: Tensor | None = None,
+    examples: Examples,
+    noise: Noise | None = None,
+    rate: float = 0.0,
 ) -> Tensor | None:
     """Sum over T positions of -log softmax of phi for the target among itself and N negatives (section 3.2), FP32; None
     if there is no compiled form for these inputs.
 
     query: components [T, U, C], already divided by tau, and gating weights [T, M]. item: components [V, I, C] and
     gating weights [V, M]. cross_gate: weight [H, M] and bias [H], then weight [M, H] and bias [M], of its two linear
-    layers. target_T and negatives_GN are indices into the V items. Group g is positions bounds[g] to bounds[g + 1];
-    without bounds there is one group. A negative equal to a position's target (an accidental hit) does not count.
-    log_q_V [V], FP32, is subtracted from phi of targets and negatives. weight_T multiplies each position's loss.
+    layers. The examples' targets and negatives are indices into the V items. A negative equal to a position's target
+    (an accidental hit) does not count. `noise` drops gates at the `rate`; those that are left are renormalized.
 
     Computes in autocast's dtype if autocast is on, else in the query's: FP32, or BF16 with FP32 sums (FP32 where the
     processor cannot multiply BF16). On CPU it uses as many threads as torch would; for a given number of threads,
@@ -46,23 +45,19 @@ def mol_sampled_softmax(
 
     CPUs run compiled C. CUDA runs Triton, up to 64 components, 128 hidden units and a width of 128 (64 in FP32);
     mol_triton.covers has the exact limits.
-
-        query, item = mol.query(query_TD, row_T), mol.item(item_VD, id_V)
-        loss = mol_sampled_softmax(query, item, mol.pair_parameters(), target_T, negatives_N[None])
-        loss.backward()
     """
-    bounds = [0, len(target_T)] if bounds is None else bounds
-    _check(len(query[0]), len(item[0]), target_T, negatives_GN, bounds)
+    target_T, dropout = examples.target_T, (noise, rate) if noise and rate else None
+    _check(len(query[0]), len(item[0]), examples)
     device = target_T.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query[0].dtype
-    tensors, groups = (*query, *item, *cross_gate), (target_T, negatives_GN, bounds, log_q_V, weight_T)
+    tensors = (*query, *item, *cross_gate)
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
-        return _Fused.apply(dtype, groups, dropout, *tensors)
+        return _Fused.apply(dtype, examples, dropout, *tensors)
     (_, I, C), U, H = item[0].shape, query[0].shape[1], len(cross_gate[0])
     if has_kernels(U, I, C, H, dtype, device):
         from . import mol_triton
 
-        return mol_triton.mol_sampled_softmax(dtype, groups, dropout, *tensors)
+        return mol_triton.mol_sampled_softmax(dtype, examples, dropout, *tensors)
     return None
 
 
@@ -76,8 +71,9 @@ def has_kernels(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torc
     return mol_triton.covers(U, I, C, H, dtype, device)
 
 
-def _check(T: int, V: int, target_T: Tensor, negatives_GN: Tensor, bounds: Sequence[int]) -> None:
+def _check(T: int, V: int, examples: Examples) -> None:
     """Checks the indices: the compiled form reads memory at them."""
+    target_T, negatives_GN, bounds = examples.target_T, examples.negatives_GN, examples.bounds
     if bounds[0] != 0 or bounds[-1] != T or any(start > end for start, end in pairwise(bounds)):
         raise ValueError(f"bounds must rise from 0 to {T}, the number of positions")
     if negatives_GN.ndim != 2 or len(negatives_GN) != len(bounds) - 1:
@@ -121,12 +117,12 @@ class _Fused(torch.autograd.Function):
     """The compiled form; the gradients are computed in forward and kept."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, groups: Groups, dropout: GateDropout | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, dtype: torch.dtype, examples: Examples, dropout: GateDropout, *tensors: Tensor) -> Tensor:
         level = _level(dtype)
         sides = torch.bfloat16 if level >= _BF16 else torch.float32
         dtypes = [sides] * 4 + [torch.float32] * 4
         inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
-        loss, gradients = _run(level, inputs, groups, dropout, any(ctx.needs_input_grad))
+        loss, gradients = _run(level, inputs, examples, dropout, any(ctx.needs_input_grad))
         keep_gradients(ctx, gradients, tensors)
         return torch.tensor(loss, dtype=torch.float32)
 
@@ -143,20 +139,20 @@ def _level(dtype: torch.dtype) -> int:
 
 
 def _run(
-    level: int, inputs: list[Tensor], groups: Groups, dropout: GateDropout | None, needed: bool
+    level: int, inputs: list[Tensor], examples: Examples, dropout: GateDropout, needed: bool
 ) -> tuple[float, list[Tensor]]:
     """Loss and, if needed, the gradients of all inputs in FP32.
 
     Each worker takes its own part of the positions and has its own sums of the gradients of items and cross gate, so
     that the result does not depend on which worker is faster.
     """
-    target_T, negatives_GN, bounds, *numbers = groups
+    numbers = examples.log_q_V, examples.weight_T
     log_q_V, weight_T = (None if of is None else of.float().contiguous() for of in numbers)
-    T, (G, N) = len(target_T), negatives_GN.shape
+    T, (G, N) = len(examples.target_T), examples.negatives_GN.shape
     (_, U, C), I, H = inputs[0].shape, inputs[2].shape[1], len(inputs[5])
-    indices = [target_T, negatives_GN, torch.tensor(bounds), target_T if dropout is None else dropout.row_T]
+    indices = [examples.target_T, examples.negatives_GN, torch.tensor(examples.bounds), examples.row_T]
     indices = [tensor.to(torch.int64).contiguous() for tensor in indices]
-    key, dropped = (derive_key(dropout.noise.key, GATES), threshold(dropout.rate)) if dropout else (0, 0)
+    key, dropped = (derive_key(dropout[0].key, GATES), threshold(dropout[1])) if dropout else (0, 0)
     workers = max(1, min(torch.get_num_threads(), T * (N + 1) // _PAIRS))
     queries = [torch.empty(tensor.shape) for tensor in inputs[:2]] if needed else []
     sums = [[torch.zeros(tensor.shape) for tensor in inputs[2:]] if needed else [] for _ in range(workers)]

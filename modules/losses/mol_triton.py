@@ -46,10 +46,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from triton.compiler.compiler import max_shared_mem
 
-from ..noise import derive_key, halves, threshold
+from ..noise import Noise, derive_key, halves, threshold
 from ..noise_triton import hashed_rows, keep_mask, rounded
 from ..transfer import copy_all, on_device
-from .blockwise import GATES, GateDropout, Groups, spans
+from .blockwise import GATES, Examples, spans
 
 LEAST = tl.constexpr(1e-6)
 ONES = tl.constexpr(16)
@@ -76,9 +76,11 @@ def covers(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.dev
     return plan.CP <= 64 or (half and plan.CP <= 128)
 
 
-def mol_sampled_softmax(dtype: torch.dtype, groups: Groups, dropout: GateDropout | None, *tensors: Tensor) -> Tensor:
+def mol_sampled_softmax(
+    dtype: torch.dtype, examples: Examples, dropout: tuple[Noise, float] | None, *tensors: Tensor
+) -> Tensor:
     """mol_loss.mol_sampled_softmax for sizes that are covered, in `dtype`. tensors: both sides and the cross gate."""
-    return _MolLoss.apply(dtype, groups, dropout, *tensors)
+    return _MolLoss.apply(dtype, examples, dropout, *tensors)
 
 
 LEAST_SHARED, A100, HOPPER = 99 * 1024, 160 * 1024, 220 * 1024
@@ -234,20 +236,18 @@ class _MolLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         dtype: torch.dtype,
-        groups: Groups,
-        dropout: GateDropout | None,
+        examples: Examples,
+        dropout: tuple[Noise, float] | None,
         *tensors: Tensor,
     ) -> Tensor:
         dtypes = [*[dtype] * 5, torch.float32, dtype, torch.float32]
         inputs = [tensor.detach().to(to).contiguous() for tensor, to in zip(tensors, dtypes, strict=True)]
-        target_T, negatives_GN = (indices.to(torch.int64).contiguous() for indices in groups[:2])
-        row_T, noise = target_T, (0, 0, 0)
-        if dropout is not None:
-            row_T = dropout.row_T.to(torch.int64).contiguous()
-            key = derive_key(dropout.noise.key, GATES)
-            noise = *halves(key), threshold(dropout.rate)
-        log_q_V, weight_T = (None if of is None else of.to(torch.float32).contiguous() for of in groups[3:])
-        problem = _Problem(inputs, target_T, negatives_GN, groups[2], row_T, log_q_V, noise)
+        indices = (examples.target_T, examples.negatives_GN, examples.row_T)
+        target_T, negatives_GN, row_T = (of.to(torch.int64).contiguous() for of in indices)
+        noise = (*halves(derive_key(dropout[0].key, GATES)), threshold(dropout[1])) if dropout else (0, 0, 0)
+        numbers = examples.log_q_V, examples.weight_T
+        log_q_V, weight_T = (None if of is None else of.to(torch.float32).contiguous() for of in numbers)
+        problem = _Problem(inputs, target_T, negatives_GN, examples.bounds, row_T, log_q_V, noise)
         tiles = problem.tiles()
         with torch.cuda.device_of(target_T):
             positive_T, others_T = _forward(problem, tiles)

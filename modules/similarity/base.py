@@ -10,6 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from logitmix.common.plugins import module_of
+
+from ..config import SimilarityConfig
 from ..features import Embedded
 from ..initialize import reset_layers
 from ..losses.blockwise import Examples, Reduce, blockwise_loss, softmax
@@ -66,9 +69,10 @@ class Similarity(nn.Module, ABC):
         """Returns the items' side as `item` computes it, from their vectors and their features' embeddings."""
         return self.item(item.vector_RD, row_N, noise, item.groups)
 
-    @abstractmethod
     def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        """Returns phi(x, u) of each query with each item, FP32 [T, N]."""
+        """Returns phi(x, u) of each query with each item, FP32 [T, N]: by itself what `pairs` makes of sides that are
+        spread over both axes."""
+        return self.pairs(tuple(part[:, None] for part in query), tuple(part[None] for part in item), dropout)
 
     @abstractmethod
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
@@ -131,3 +135,11 @@ class Similarity(nn.Module, ABC):
     def diagnostics(self, query: Side, item: Side) -> dict[str, Tensor]:
         """Diagnostics of query t with item t, by name: single numbers, and vectors to make histograms of."""
         return {}
+
+
+def build_similarity(dim: int, config: SimilarityConfig) -> Similarity:
+    """Returns phi(x, u) for queries and items of width `dim`. ValueError for a plugin's that is none."""
+    similarity = module_of(config)(dim, config)
+    if not isinstance(similarity, Similarity):
+        raise ValueError(f"{type(similarity).__name__} of kind {config.kind} is no subclass of Similarity")
+    return similarity

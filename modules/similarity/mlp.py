@@ -37,11 +37,12 @@ class MLP(Similarity):
         """The item's part [N, H]."""
         return (F.linear(item_ND, self.hidden.weight[:, self.dim :]),)
 
-    def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        return self._score(query[0][:, None], item[0][None], dropout)
-
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        return self._score(query[0], item[0], dropout)
+        # Not in BF16, in which a score of 8 would be off by up to 0.03.
+        with torch.autocast(query[0].device.type, enabled=False):
+            dtype = self.output.weight.dtype
+            hidden = F.relu(query[0].to(dtype) + item[0].to(dtype))
+            return self.output(hidden if dropout is None else dropout(hidden)).squeeze(-1)
 
     def pair_parameters(self) -> list[nn.Parameter]:
         return list(self.output.parameters())
@@ -50,10 +51,3 @@ class MLP(Similarity):
     def pair_numbers(self) -> int:
         """The hidden layer."""
         return self.output.in_features
-
-    def _score(self, query: Tensor, item: Tensor, dropout: PairDropout | None) -> Tensor:
-        # Not in BF16, in which a score of 8 would be off by up to 0.03.
-        with torch.autocast(query.device.type, enabled=False):
-            dtype = self.output.weight.dtype
-            hidden = F.relu(query.to(dtype) + item.to(dtype))
-            return self.output(hidden if dropout is None else dropout(hidden)).squeeze(-1)

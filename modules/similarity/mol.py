@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..config import MoLConfig
 from ..linear import Linear
-from ..losses.blockwise import GATES, Examples, GateDropout, Side
+from ..losses.blockwise import GATES, Examples, Side
 from ..losses.mol_loss import has_kernels, mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
@@ -37,6 +37,8 @@ class MoL(Similarity):
     """
 
     reads_stored = True
+    fused = True
+    """Whether there are compiled forms of its loss and scores."""
 
     def __init__(self, dim: int, config: MoLConfig) -> None:
         super().__init__()
@@ -144,26 +146,16 @@ class MoL(Similarity):
         return self.config.query_components * self.config.item_components + self.config.gate_hidden
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        rate = self.pair_dropout
-        dropout = GateDropout(noise, rate, examples.row_T) if noise and rate else None
-        fused = mol_sampled_softmax(
-            query,
-            item,
-            self.pair_parameters(),
-            examples.target_T,
-            examples.negatives_GN,
-            examples.bounds,
-            dropout,
-            examples.log_q_V,
-            examples.weight_T,
-        )
+        fused = None
+        if self.fused:
+            fused = mol_sampled_softmax(query, item, self.pair_parameters(), examples, noise, self.pair_dropout)
         # In plain torch, which on a GPU is slower by far.
         return super().sampled_softmax(query, item, examples, noise) if fused is None else fused
 
     def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
         of = self.config
         shape = of.query_components, of.item_components, of.component_dim, of.gate_hidden
-        return has_kernels(*shape, dtype, device)
+        return self.fused and has_kernels(*shape, dtype, device)
 
     def gates(self, query: Side, item: Side) -> Tensor:
         """Returns pi(x, u) of query t with item t, FP32 [T, M]."""
@@ -197,7 +189,7 @@ class MoL(Similarity):
         }
 
     def _fused_scores(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor | None:
-        return mol_scores(query, item, self.pair_parameters(), item_P, bounds)
+        return mol_scores(query, item, self.pair_parameters(), item_P, bounds) if self.fused else None
 
     def _scaled(self, components: Tensor, scale: float) -> Tensor:
         return l2_normalize(components, scale, components.dtype) if self.config.normalize else components * scale
@@ -230,18 +222,11 @@ class JointMoL(MoL):
     parts, so the gating weights of a side are its part of the hidden layer, [T, H] or [N, H]. Loss and scores are in
     plain torch."""
 
+    fused = False
+
     def _make_gates(self, dim: int, hidden: int, M: int) -> tuple[nn.Module, nn.Module, nn.Sequential]:
         last = nn.Sequential(Linear(M, hidden, bias=False), nn.SiLU(), Linear(hidden, M))
         return Linear(dim, hidden), Linear(dim, hidden, bias=False), last
-
-    def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
-        return Similarity.sampled_softmax(self, query, item, examples, noise)
-
-    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return False
-
-    def _fused_scores(self, query: Side, item: Side, item_P: Tensor, bounds: Sequence[int]) -> Tensor | None:
-        return None
 
     def _combined(self, logits: Tensor, query_weights: Tensor, item_weights: Tensor) -> Tensor:
         first, silu, last = self.cross_gate

@@ -44,11 +44,14 @@ class NeuMF(Similarity):
         """The item's factor [N, G] and part [N, H]."""
         return self.item_gmf(item_ND), functional.linear(item_ND, self.hidden.weight[:, self.dim :])
 
-    def all_pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        return self._score(tuple(part[:, None] for part in query), tuple(part[None] for part in item), dropout)
-
     def pairs(self, query: Side, item: Side, dropout: PairDropout | None = None) -> Tensor:
-        return self._score(query, item, dropout)
+        # Not in BF16, in which a score of 8 would be off by up to 0.03.
+        with torch.autocast(query[0].device.type, enabled=False):
+            dtype = self.output.weight.dtype
+            gmf = query[0].to(dtype) * item[0].to(dtype)
+            hidden = functional.relu(query[1].to(dtype) + item[1].to(dtype))
+            mlp = functional.relu(self.mlp(hidden if dropout is None else dropout(hidden)))
+            return self.output(functional.relu(self.final(torch.cat([gmf, mlp], -1)))).squeeze(-1)
 
     def pair_parameters(self) -> list[nn.Parameter]:
         return [parameter for layer in (self.mlp, self.final, self.output) for parameter in layer.parameters()]
@@ -57,12 +60,3 @@ class NeuMF(Similarity):
     def pair_numbers(self) -> int:
         """The hidden layers and what the final MLP takes."""
         return self.mlp.in_features + self.final.in_features + self.final.out_features
-
-    def _score(self, query: Side, item: Side, dropout: PairDropout | None) -> Tensor:
-        # Not in BF16, in which a score of 8 would be off by up to 0.03.
-        with torch.autocast(query[0].device.type, enabled=False):
-            dtype = self.output.weight.dtype
-            gmf = query[0].to(dtype) * item[0].to(dtype)
-            hidden = functional.relu(query[1].to(dtype) + item[1].to(dtype))
-            mlp = functional.relu(self.mlp(hidden if dropout is None else dropout(hidden)))
-            return self.output(functional.relu(self.final(torch.cat([gmf, mlp], -1)))).squeeze(-1)

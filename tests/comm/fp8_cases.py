@@ -37,6 +37,16 @@ def _group(draw: st.DrawFn, rows: int, D: int) -> torch.Tensor:
     return (signs * mantissas * 2.0 ** exponents.double()).clamp(-LARGEST_FP32, LARGEST_FP32).float()
 
 
+def every_kind_of_number(dtype: torch.dtype) -> torch.Tensor:
+    """In the format's own units: each byte's value, ties between neighbors, and the numbers next to all of these."""
+    largest = torch.tensor(torch.finfo(dtype).max)
+    levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    levels = levels[levels <= largest]
+    points = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+    points = torch.cat([points, points.nextafter(-largest), points.nextafter(largest), largest.unsqueeze(0)])
+    return torch.cat([points, -points]).unsqueeze(0)
+
+
 def dressed(values_RW: torch.Tensor, layout: str) -> torch.Tensor:
     """These values, laid out otherwise."""
     R, W = values_RW.shape

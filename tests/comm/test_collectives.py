@@ -1,6 +1,7 @@
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,22 +38,13 @@ def raised(together: Callable[..., Any], failing: int, ranks: Ranks) -> str:
 
 def at_length(ranks: Ranks) -> tuple[str, int]:
     """What rank 0 gives after a second and more, and how often it tells the others that it is at work."""
-    told = 0
-
-    def counted(flag: bool, ranks: Ranks) -> bool:
-        nonlocal told
-        told += 1
-        return agreed(flag, ranks)
 
     def action() -> str:
         time.sleep(2.5 * collectives.SIGN_OF_LIFE)
         return f"rank {ranks.rank}, at length"
 
-    collectives.agreed = counted
-    try:
-        return on_first_rank_at_length(action, ranks), told
-    finally:
-        collectives.agreed = agreed
+    with patch.object(collectives, "agreed", wraps=agreed) as told:
+        return on_first_rank_at_length(action, ranks), told.call_count
 
 
 def work() -> dict[str, Any]:

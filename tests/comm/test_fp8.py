@@ -6,7 +6,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 import torch
-from fp8_cases import BAD, FORMATS, LAYOUTS, dressed, grouped_rows
+from fp8_cases import BAD, FORMATS, LAYOUTS, dressed, every_kind_of_number, grouped_rows
 from hypothesis import given
 
 from logitmix.comm import fp8, fp8_c, fp8_plain
@@ -230,15 +230,7 @@ def test_c_reads_any_byte_as_the_plain_path_does(scale: int, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_c_rounds_every_kind_of_number_alike(dtype: torch.dtype) -> None:
-    # In the format's own units: each byte's value, the ties between neighbors, and the numbers next to all of these.
-    largest = torch.finfo(dtype).max
-    levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
-    levels = levels[levels <= largest]
-    points = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
-    points = torch.cat(
-        [points, *(points.nextafter(torch.tensor(to)) for to in (-1.0, largest)), torch.tensor([largest])]
-    )
-    rows = torch.cat([points, -points]).unsqueeze(0)
+    rows = every_kind_of_number(dtype)
     for seed in (None, *range(20)):
         wire, _ = plainly(rows, dtype, [rows.shape[1]], seed)
         assert torch.equal(quantize_rowwise(rows, dtype, seed=seed), wire)

@@ -60,23 +60,6 @@ def test_a_rank_that_never_came_or_whose_signs_end_is_missing(beats: list[Heartb
 
 
 @pytest.mark.long
-def test_a_store_that_does_not_answer_is_that_of_rank_0(
-    beats: list[Heartbeat], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which is said at once: the launcher may add seconds before it shows it."""
-    hangs = threading.Event()
-    for name in ("check", "set"):
-        monkeypatch.setattr(dist.HashStore, name, lambda *_: hangs.wait(), raising=False)
-    monkeypatch.setattr(heartbeat, "LISTENS", 60.0)
-    beats[1].start()
-    since = time.monotonic()
-    assert "does not answer" in beats[1].who_is_missing()
-    beats[1].stop()
-    assert time.monotonic() - since < 30
-    hangs.set()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("stopped", [[1], [1, 2]])
 def test_a_watched_rank_whose_signs_end_is_named_though_nobody_asks(beats: list[Heartbeat], stopped: list[int]) -> None:
     """Each rank watches the next; the one whose next has stopped names all that have."""
@@ -149,13 +132,6 @@ def test_no_thread_is_left_behind(beats: list[Heartbeat]) -> None:
         each.start(print)
         each.stop()
     assert not threads()
-
-
-def test_one_rank_needs_no_heartbeat() -> None:
-    alone = Heartbeat(None, 0, 1)
-    alone.start()
-    assert alone.who_is_missing() == ""
-    alone.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

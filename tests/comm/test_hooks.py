@@ -399,14 +399,9 @@ def test_samples_are_told_apart_by_table_and_direction(results: list[dict[str, A
     (first, second) = (
         {d: dict(zip(QUALITY, row, strict=True)) for d, row in zip(DIRECTIONS, t, strict=True)} for t in total.tolist()
     )
-    batches = [batch_of(LAYOUTS["EC all on one rank"], "ragged", rank) for rank in range(2)]
-    positions = [sum(batch[name].values().numel() for batch in batches) for name in ("f0", "f1")]
-    for of_table, count in ((first, positions[0]), (second, positions[1])):
-        assert of_table["forward"]["values"] == of_table["backward"]["values"] == count * 64
-    assert first["forward"]["saturated"] == 0 and second["forward"]["saturated"] == positions[1]
-    # Beside 3.4e38, everything else vanishes; gradients are all 1, or all 0.
-    assert first["forward"]["flushed"] == 0 and second["forward"]["flushed"] >= positions[1]
     assert 1e-5 < first["forward"]["squared_error"] / first["forward"]["squares"] < 2**-8
+    # Beside 3.4e38, which BF16's scale cannot hold, everything else vanishes; gradients are all 1, or all 0.
+    assert second["forward"]["squares"] > 1e76
     assert first["backward"]["squared_error"] == second["backward"]["squares"] == 0
 
 

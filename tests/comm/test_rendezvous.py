@@ -152,20 +152,14 @@ def test_the_process_that_came_last_as_a_rank_counts(store: dist.Store, monkeypa
     assert members[1] == late
 
 
-LOOPBACK = (
-    "rank 1 (on b) would be reached at {}, the loopback of its host, and rank 0 (on a) at 10.0.0.1; on each host set "
-    "GLOO_SOCKET_IFNAME to the network interface at which the other hosts reach it, such as eth0 (`ip address` lists "
-    "them)"
-)
-
-
 @pytest.mark.parametrize("address", ["127.0.1.1", "lo", "::1"])
 def test_a_host_that_would_announce_its_loopback_is_named(address: str, store: dist.Store) -> None:
     ranks = {
         0: (member(host="a", network="1", address="10.0.0.1"), FACTS),
         1: (member(host="b", network="2", address=address), FACTS),
     }
-    assert refused(met(store, ranks, 2)) == LOOPBACK.format(address)
+    said = f"rank 1 (on b) would be reached at {address}, the loopback of its host, and rank 0 (on a) at 10.0.0.1; "
+    assert refused(met(store, ranks, 2)).startswith(said)
 
 
 def test_ranks_that_cannot_connect_say_where_they_listen() -> None:

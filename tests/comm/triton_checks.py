@@ -1,8 +1,10 @@
 """Holds the Triton codec to the plain path's bytes."""
 
+import itertools
+
 import hypothesis.strategies as st
 import torch
-from fp8_cases import FORMATS, dressed, grouped_rows
+from fp8_cases import FORMATS, dressed, every_kind_of_number, grouped_rows
 from hypothesis import given, settings
 
 from logitmix.comm import fp8_plain, fp8_triton
@@ -40,20 +42,13 @@ def check_every_byte(device: str) -> None:
 
 
 def check_every_kind_of_number(device: str) -> None:
-    """In the format's own units: each byte's value, ties between neighbors, and the numbers next to all of these."""
-    for dtype in FORMATS:
-        largest = torch.tensor(torch.finfo(dtype).max)
-        levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
-        levels = levels[levels <= largest]
-        points = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
-        points = torch.cat([points, points.nextafter(-largest), points.nextafter(largest), largest.unsqueeze(0)])
-        rows = torch.stack([points, -points])
-        for seed in (None, 0, 1, 2**62 + 1):
-            wire = torch.empty(2, len(points) + 2, dtype=torch.uint8)
-            fp8_plain.quantize(rows, dtype, [len(points)], seed, wire)
-            got = torch.zeros_like(wire, device=device)
-            fp8_triton.quantize(rows.to(device), dtype, [len(points)], seed, got)
-            assert torch.equal(got.cpu(), wire)
+    for dtype, seed in itertools.product(FORMATS, (None, 0, 1, 2**62 + 1)):
+        rows = every_kind_of_number(dtype)
+        wire = torch.empty(1, rows.shape[1] + 2, dtype=torch.uint8)
+        fp8_plain.quantize(rows, dtype, [rows.shape[1]], seed, wire)
+        got = torch.zeros_like(wire, device=device)
+        fp8_triton.quantize(rows.to(device), dtype, [rows.shape[1]], seed, got)
+        assert torch.equal(got.cpu(), wire)
 
 
 def check_values(wire: torch.Tensor, dtype: torch.dtype, widths: list[int], device: str) -> None:

@@ -127,7 +127,6 @@ def test_a_run_is_watched(folder: Path) -> None:
         for way, (least, most) in zip(directions, ((2**-7, 2**-4), (2**-6, 2**-3)), strict=True):
             assert row[f"{way}/bytes_per_step"] / row[f"{way}/fp32_bytes_per_step"] == pytest.approx(18 / 64)
             assert least < row[f"{way}/relative_rms_error"] < most
-            assert row[f"{way}/saturated"] == 0 and 0 <= row[f"{way}/flushed"] < 0.2
         assert 0 <= row["gates/entropy"] <= 1
         assert row["learning_rate/dense"] == row["learning_rate/tables"] == 5e-3
         assert row["examples_per_second"] > 0 and row["gradient_norm"] > 0 and row["memory/peak_gib"] > 0

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from logitmix.modules import noise_triton
 from logitmix.modules.losses import mol_triton
-from logitmix.modules.losses.blockwise import GateDropout
 from logitmix.modules.noise import derive_key, halves, threshold
 
 
 def fused(case: Case, dtype: torch.dtype = torch.float32) -> Tensor:
-    dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
-    groups = case.target_T, case.negatives_GN, case.bounds, case.log_q_V, case.weight_T
-    return mol_triton.mol_sampled_softmax(dtype, groups, dropout, *case.tensors)
+    dropout = (NOISE, case.rate) if case.rate else None
+    return mol_triton.mol_sampled_softmax(dtype, case.examples, dropout, *case.tensors)
 
 
 def on(device: str, case: Case) -> Case:

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from logitmix.modules.encoders.build import build_encoder
-from logitmix.modules.similarity.base import Similarity
-from logitmix.modules.similarity.build import build_similarity
+from logitmix.modules.encoders.stack import build_encoder
+from logitmix.modules.similarity.base import Similarity, build_similarity
 
 
 class Plain(nn.Module):

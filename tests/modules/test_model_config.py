@@ -71,39 +71,17 @@ def test_what_cannot_work_is_refused_by_the_name_of_its_flag(
 
 
 @pytest.mark.parametrize(
-    ("dim", "near"), [(50, "48 or 52"), (3, "4 or 8"), (0, "4 or 8"), (-8, "4 or 8"), (66, "64 or 68")]
+    ("dim", "heads", "said"),
+    [
+        (50, 1, r"model\.dim \(50\) must be divisible by 4, .*; set model\.dim to 48 or 52$"),
+        (-8, 1, r"model\.dim \(-8\) must be .* set model\.dim to 4 or 8$"),
+        (96, 5, r"model\.dim \(96\) must be divisible by model\.encoder\.heads \(5\); .*heads to 4 or 6$"),
+        (64, 100, r"model\.dim \(64\) must be .*heads \(100\); set model\.encoder\.heads to 64 or 32$"),
+    ],
 )
-def test_a_width_that_fbgemm_cannot_take_names_two_that_it_can(dim: int, near: str) -> None:
-    message = (
-        rf"^model\.dim \({dim}\) must be divisible by 4, as FBGEMM's embedding rows are; set model\.dim to {near}$"
-    )
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(dim=dim)
-    for value in near.split(" or "):
-        assert ModelConfig(dim=int(value)).dim == int(value)
-
-
-@pytest.mark.parametrize("encoder", [SASRecConfig, HSTUConfig])
-@pytest.mark.parametrize(
-    ("dim", "heads", "near"), [(96, 5, "4 or 6"), (64, 3, "2 or 4"), (4, 9, "4 or 2"), (64, 100, "64 or 32")]
-)
-def test_heads_that_do_not_divide_the_width_name_two_that_do(
-    dim: int, heads: int, near: str, encoder: type[SASRecConfig | HSTUConfig]
-) -> None:
-    problem = rf"^model\.dim \({dim}\) must be divisible by model\.encoder\.heads \({heads}\); "
-    with pytest.raises(ValueError, match=problem + rf"set model\.encoder\.heads to {near}$"):
-        ModelConfig(dim=dim, encoder=encoder(heads=heads))
-    for value in near.split(" or "):
-        ModelConfig(dim=dim, encoder=encoder(heads=int(value)))
-
-
-def test_a_component_of_the_user_leaves_one_for_the_history() -> None:
-    message = (
-        "^model.similarity.query_components is 1, and with model.similarity.user_component the last one is the use"
-    )
-    with pytest.raises(ValueError, match=message):
-        MoLConfig(query_components=1, user_component=True)
-    MoLConfig(query_components=2, user_component=True)
+def test_a_width_that_does_not_fit_names_two_that_do(dim: int, heads: int, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        ModelConfig(dim=dim, encoder=HSTUConfig(heads=heads))
 
 
 def test_which_encoders_see_times() -> None:
@@ -115,14 +93,26 @@ def test_which_encoders_see_times() -> None:
         assert not sees_times(encoder, plain) and sees_times(encoder, dated)
 
 
-def test_the_correction_of_negatives_from_the_batch_is_one_of_softmax() -> None:
-    with pytest.raises(ValueError, match=r"^model\.loss\.in_batch is 8, .* model\.loss\.kind is bce; set model\.loss"):
-        BCEConfig(in_batch=8)
-    assert LossConfig(in_batch=8).in_batch == 8
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        (MoLConfig, {"query_components": 1, "user_component": True}, "similarity.user_component takes .* of 2 or more"),
+        (BCEConfig, {"in_batch": 8}, "loss.in_batch takes .*kind softmax"),
+        (BCEConfig, {"resample": 8}, "loss.resample takes .*kind softmax"),
+        (LossConfig, {"share": "batch", "resample": 8}, "loss.resample takes"),
+        (LossConfig, {"share": "position", "resample": 8}, "loss.resample takes"),
+        (LossConfig, {"negatives": 8, "resample": 8}, "loss.resample is 8; it must be from 0 to 7"),
+        (LossConfig, {"negatives": 0}, "loss.negatives 0, every item, takes"),
+        (LossConfig, {"negatives": 0, "share": "sequence"}, "loss.negatives 0, every item, takes"),
+        (LossConfig, {"negatives": 0, "share": "batch", "in_batch": 1}, "loss.negatives 0, every item, takes"),
+    ],
+)
+def test_settings_that_do_not_fit_together(config: type, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.{said}"):
+        config(**settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"share": "sequence"}, {"share": "batch", "in_batch": 1}])
-def test_every_item_is_for_the_whole_batch(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^model\.loss\.negatives is 0, .*; set model\.loss\.share to batch and"):
-        LossConfig(negatives=0, **settings)
+def test_settings_that_do() -> None:
+    MoLConfig(query_components=2, user_component=True)
+    assert LossConfig(negatives=9, in_batch=8, share="group", resample=8).resample == 8
     assert [LossConfig(negatives=N, share="batch").candidates(50) for N in (0, 20)] == [50, 20]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from logitmix.modules.losses import mol_loss
-from logitmix.modules.losses.blockwise import GateDropout
+from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.losses.mol_loss import mol_sampled_softmax
 from logitmix.modules.noise import Noise
 
@@ -40,6 +41,10 @@ class Case:
     row_T: Tensor
     log_q_V: Tensor | None = None
     weight_T: Tensor | None = None
+
+    @property
+    def examples(self) -> Examples:
+        return Examples(self.row_T, self.target_T, self.bounds, self.negatives_GN, self.log_q_V, self.weight_T)
 
     def to(self, dtype: torch.dtype) -> "Case":
         return replace(self, tensors=tuple(tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors))
@@ -74,10 +79,7 @@ def make(
 
 
 def fused(case: Case) -> Tensor:
-    dropout = GateDropout(NOISE, case.rate, case.row_T) if case.rate else None
-    query, item, gate = case.tensors[:2], case.tensors[2:4], case.tensors[4:]
-    examples = case.target_T, case.negatives_GN, case.bounds
-    loss = mol_sampled_softmax(query, item, gate, *examples, dropout, case.log_q_V, case.weight_T)
+    loss = mol_sampled_softmax(case.tensors[:2], case.tensors[2:4], case.tensors[4:], case.examples, NOISE, case.rate)
     assert loss is not None
     return loss
 
@@ -180,19 +182,17 @@ def test_gates_whose_peak_is_dropped(level: int) -> None:
 def test_threads_give_the_same_and_reproducibly(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mol_loss, "_PAIRS", 100)
     case = make([50, 3, 120], 30, rate=0.2)
-    results = {}
-    for workers in (1, 2, 3):
+
+    def of(workers: int) -> list[Tensor]:
         torch.set_num_threads(workers)
-        for _ in range(3):
-            loss = fused(case)
-            result = [loss.detach(), *case.gradients(loss)]
-            first = results.setdefault(workers, result)
-            assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
-        assert torch.get_num_threads() == workers
-    for workers in (2, 3):
-        for got, should in zip(results[workers], results[1], strict=True):
-            torch.testing.assert_close(got, should, rtol=0, atol=100 * EPS * float(should.abs().max()))
-    assert not all(torch.equal(a, b) for a, b in zip(results[1], results[3], strict=True)), "one worker did it all"
+        loss = fused(case)
+        return [loss.detach(), *case.gradients(loss)]
+
+    alone, three = of(1), of(3)
+    for got, again, should in zip(three, of(3), alone, strict=True):
+        assert torch.equal(got, again)
+        torch.testing.assert_close(got, should, rtol=0, atol=100 * EPS * float(should.abs().max()))
+    assert not all(map(torch.equal, alone, three)), "one worker did it all"
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level >= mol_loss._BF16], indirect=True)
@@ -201,23 +201,13 @@ def test_threads_give_the_same_and_reproducibly(threads: None, monkeypatch: pyte
     ("lengths", "N", "shape", "tile"),
     [
         ([100, 60], 64, (8, 8, 32, 128), 1024),
-        ([7, 0, 30], 700, (8, 8, 32, 128), 1024),
         ([7, 0, 30], 100, (8, 8, 32, 128), 33),
-        ([1] * 40, 9, (8, 8, 32, 128), 1024),
         ([50, 3], 9, (8, 4, 64, 40), 4),
-        ([40, 41], 31, (4, 4, 32, 128), 1024),
-        ([20, 20], 128, (9, 16, 16, 48), 1024),
-        ([33, 5], 20, (3, 5, 20, 17), 1024),
+        ([1] * 40, 31, (3, 5, 20, 17), 1024),
     ],
 )
 def test_bf16_is_as_close_as_its_inputs_are(
-    level: int,
-    lengths: list[int],
-    N: int,
-    shape: tuple[int, int, int, int],
-    tile: int,
-    rate: float,
-    monkeypatch: pytest.MonkeyPatch,
+    level: int, lengths: list[int], N: int, shape: Any, tile: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loss to 2^-10, each gradient to 2^-6 of its norm, from FP32 of the same BF16 sides."""
     monkeypatch.setattr(mol_loss, "_TILE", tile)

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from logitmix.modules.config import BCEConfig, LossConfig
 from logitmix.modules.losses.blockwise import Examples
 from logitmix.modules.noise import Noise
 from logitmix.modules.resample import resampled
@@ -74,16 +73,3 @@ def test_a_rank_without_positions_draws_nothing() -> None:
     empty = Examples(torch.arange(0), torch.arange(0), [0], torch.zeros(0, N, dtype=torch.int64))
     place_S, drawn = resampled(torch.empty(0, D), torch.ones(V, D), empty, COUNT, Noise(0))
     assert not len(place_S) and drawn is empty
-
-
-def test_what_a_resampled_loss_takes() -> None:
-    for refused in (
-        {"share": "batch", "resample": 8},
-        {"share": "position", "resample": 8},
-        {"negatives": 8, "resample": 8},
-    ):
-        with pytest.raises(ValueError, match=r"^model\.loss\.resample is 8"):
-            LossConfig(**refused)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^model\.loss\.resample is 8"):
-        BCEConfig(resample=8)
-    assert LossConfig(negatives=9, share="group", resample=8).resample == 8

@@ -22,14 +22,6 @@ SCHEMA = Schema(
 )
 
 
-def test_features_by_owner_and_tables_by_name() -> None:
-    assert [feature.name for feature in SCHEMA.of("item")] == ["genres", "price", "image"]
-    assert [feature.name for feature in SCHEMA.of("user")] == ["favorite"]
-    assert [feature.name for feature in SCHEMA.of("event")] == ["rating"]
-    assert SCHEMA.table("genre") == Table("genre", 5)
-    assert [feature.sparse for feature in SCHEMA.features] == [True, True, False, False, True, False]
-
-
 def test_recency_is_there_when_it_is_named() -> None:
     names = {"": [], "price": ["price"], "all": ["all"], "recency": ["recency"], "both": ["all", "recency"]}
     kept = {key: [feature.name for feature in SCHEMA.only(of).features] for key, of in names.items()}
@@ -81,9 +73,9 @@ def test_json_and_back() -> None:
         ({"table": "item"}, "feature price of kind number names a table"),
         ({"width": 2}, "feature price of kind number has width 2"),
         ({"kind": "vector", "width": 0}, "feature price of kind vector has width 0"),
-        ({"deviation": 0.0}, "feature price has mean 0.0 and deviation 0.0"),
-        ({"mean": float("nan")}, "feature price has mean nan"),
-        ({"kind": "ids", "table": "item", "mean": 1.0}, "feature price of kind ids has a mean"),
+        ({"deviation": 0.0}, "has mean 0.0 and deviation 0.0; they must"),
+        ({"mean": float("nan")}, "has mean nan"),
+        ({"kind": "ids", "table": "item", "mean": 1.0}, "feature price of kind ids has mean 1.0"),
     ],
 )
 def test_features_that_cannot_be(changes: dict[str, Any], message: str) -> None:
@@ -97,7 +89,7 @@ def test_features_that_cannot_be(changes: dict[str, Any], message: str) -> None:
         ((), ("item",), "no feature item of owner item, kind id"),
         ((Feature("item", "user", "id", "item"),), ("item",), "no feature item of owner item"),
         ((ITEM,), (), "feature item names table item, which is not there"),
-        ((ITEM, Feature("brand", "item", "id", "brands")), ("item", "brand"), r"not there \(did you mean brand\?\)"),
+        ((ITEM, Feature("brand", "item", "id", "brands")), ("item", "brand"), "names table brands, which is not there"),
         ((ITEM, Feature("age", "user", "number"), Feature("age", "item", "number")), ("item",), "two features are"),
         ((ITEM,), ("item", "item"), "two tables are named item"),
         ((ITEM,), ("item", "brand"), "no feature uses table brand"),

@@ -132,8 +132,8 @@ def test_fewer_items_than_k_and_none() -> None:
         ({"query_BH": torch.full((1, 8), math.nan)}, "the queries have values that are not finite"),
         ({"allowed": torch.ones(19, dtype=torch.bool)}, "allowed is torch.bool"),
         ({"allowed": torch.ones(2, 3, dtype=torch.uint8)}, "allowed is torch.uint8"),
-        ({"query_BH": torch.ones(1, 8, device="meta")}, "the queries are on meta, the corpus is on cpu"),
-        ({"allowed": torch.ones(3, dtype=torch.uint8, device="meta")}, "the mask is on meta, the corpus is on cpu"),
+        ({"query_BH": torch.ones(1, 8, device="meta")}, "must be on cpu, where the corpus is"),
+        ({"allowed": torch.ones(3, dtype=torch.uint8, device="meta")}, "must be on cpu, where the corpus is"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, object], said: str) -> None:

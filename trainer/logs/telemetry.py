@@ -285,8 +285,7 @@ def idle_ranks(batch_size: int, world_size: int) -> str:
 
 def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str, float]:
     """The sums of `Wire.pop_counts` over all ranks, in `steps` steps, as named numbers. By table and direction: bytes,
-    the bytes in FP32, and for the sampled values the shares that were clipped and flushed to zero, and the root mean
-    square of the rounding errors relative to that of the values.
+    the bytes in FP32, and the root mean square of the sampled values' rounding errors relative to that of the values.
     """
     total = counts.sum(0)
     metrics = {"wire/bytes_per_step": float(total[:, 0].sum()) / steps}
@@ -297,8 +296,6 @@ def wire_metrics(tables: Sequence[str], counts: Tensor, steps: int) -> dict[str,
         for direction, (sent, fp32, *sampled) in zip(DIRECTIONS, pair, strict=True):
             tag, of = f"wire/{table}/{direction}", dict(zip(QUALITY, sampled, strict=True))
             metrics |= {f"{tag}/bytes_per_step": sent / steps, f"{tag}/fp32_bytes_per_step": fp32 / steps}
-            if of["values"]:
-                metrics |= {f"{tag}/{share}": of[share] / of["values"] for share in ("saturated", "flushed")}
             if of["squares"]:
                 metrics[f"{tag}/relative_rms_error"] = math.sqrt(of["squared_error"] / of["squares"])
     return metrics

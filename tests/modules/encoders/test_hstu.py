@@ -139,13 +139,3 @@ def test_any_times_are_in_some_bucket(latest: int, level: int) -> None:
     generator = torch.Generator().manual_seed(0)
     time_T, asked_T = (torch.randint(-latest, latest, (43,), generator=generator) for _ in range(2))
     assert_same(inputs(lengths, 2, 8, 40, True), Packing(torch.tensor(lengths), 0, time_T, asked_T))
-
-
-@given(gaps=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=50))
-def test_compiled_buckets_are_those_of_torch(gaps: list[int]) -> None:
-    """A position that sees itself alone has the score of its bucket's bias."""
-    gap_T, chosen = torch.tensor(gaps), torch.arange(TIME_BUCKETS) + 20.0
-    packed = Packing(torch.ones(len(gaps), dtype=torch.int64), 0, torch.zeros_like(gap_T), gap_T)
-    tensors = [torch.tensor([1.0, 0.0, 0.0])[:, None, None].repeat(len(gaps), 1, 1, 1), torch.zeros(1)]
-    out = attend(tensors[0], tensors[1], chosen, packed)
-    assert (out.flatten() - 20).round().long().tolist() == time_buckets(gap_T).tolist()

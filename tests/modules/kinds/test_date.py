@@ -41,7 +41,7 @@ def test_a_missing_date_or_time_is_zero_and_any_other_of_length_one() -> None:
 
 @pytest.mark.parametrize(("owner", "unit"), [("user", "s"), ("event", "ms"), ("item", ""), ("item", "days")])
 def test_only_items_have_dates_and_with_the_unit_of_the_times(owner: str, unit: str) -> None:
-    with pytest.raises(ValueError, match=r"only items have dates, and the unit must be that of the actions' times"):
+    with pytest.raises(ValueError, match=r"only items have dates, in the unit of the actions' times"):
         Feature("released", owner, "date", unit=unit)  # type: ignore[arg-type]
     one, other = (Feature(name, "item", "date", unit=unit) for name, unit in (("a", "s"), ("b", "ms")))
     assert one.mean == other.mean == NO_DATE

@@ -92,30 +92,21 @@ def test_they_depend_on_the_texts_alone(threads: None, monkeypatch: pytest.Monke
     assert not fit_projection(["?", "!"]).any()
 
 
-def failing(texts: list[str]) -> Any:
-    raise RuntimeError("no such model\nat all")
-
-
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (lambda texts: np.ones(len(texts)), r"float64 of shape \[2\] for 2 texts; it must return numbers of"),
-        (lambda texts: np.ones((1, 3)), r"of shape \[1, 3\] for 2 texts; it must return numbers of shape \[2, width\]"),
-        (lambda texts: np.ones((2, 0)), r"of shape \[2, 0\] for 2 texts"),
-        (lambda texts: [["a"], ["b"]], r"<U1 of shape \[2, 1\]"),
-        (lambda texts: [[1.0], [1.0, 2.0]], r"for 2 texts: ValueError: "),
-        (lambda texts: [[1.0] * 3, [np.nan] * 3], r"numbers that are not finite for the text 'b'$"),
-        (lambda texts: [[1.0] * 3, [1e39] * 3], r"numbers that are not finite for the text 'b'$"),
-        (failing, r"for 2 texts: RuntimeError: no such model$"),
-        (lambda texts: np.ones((2, 5)), r"vectors of 5 numbers, and before of 3$"),
+        (lambda texts: np.ones(len(texts)), r"float64 of shape \[2\]; it must return numbers of shape \[2, 3\]"),
+        (lambda texts: np.ones((1, 3)), r"of shape \[1, 3\]; it must return"),
+        (lambda texts: np.ones((2, 5)), r"of shape \[2, 5\]; it must return"),
+        (lambda texts: [[1.0] * 3, [np.nan] * 3], r"what is not finite for the text 'b'$"),
+        (lambda texts: [[1.0] * 3, [1e39] * 3], r"what is not finite for the text 'b'$"),
     ],
 )
 def test_what_an_encoder_returns_is_checked(
     function: Callable[..., Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TEXT_ENCODERS, "data", {"own": function})
     monkeypatch.setattr(TextEncoder, "_function", property(lambda self: function))
-    with pytest.raises(ValueError, match=rf"^the encoder of texts own .*{problem}"):
+    with pytest.raises(ValueError, match=rf"^the encoder of texts own returned .*{problem}"):
         TextEncoder("own", "own.py 1", 3)(["a", "b"])
 
 
@@ -148,24 +139,16 @@ def written(folder: Path, first: int = 0, items: int = 6) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (
-            {"embed": "titel"},
-            r"^--embed: no column 'titel' \(did you mean title\?\); there are: title, size, blank",
-        ),
-        ({"embed": "blank"}, r"feature blank has no text of letters or digits; kind text needs some"),
+        ({"embed": "titel"}, r"^--embed: no column 'titel' \(did you mean title\?\); there are: title, size, blank"),
         ({"embed": "stars"}, r"feature stars has no text of letters or digits; kind text needs some"),
         ({"embed": "title", "embed_with": "ngram"}, r"^no encoder of texts named 'ngram'.*; there are: ngrams"),
         ({"embed_with": "letters"}, r"^--embed-with is for the columns that --embed names"),
-        ({"embed_with": "letters", "schema": "schema.toml"}, r"^--embed-with: .*schema.toml has no kind text"),
-        ({"embed": " , "}, r"^--embed is ' , '; it must be names of columns"),
         ({"embed": "title", "append": "d"}, r"^--append takes no --embed, because the dataset has its features"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=problem):
-        (tmp_path / "schema.toml").write_text("[features.size]\nkind = 'number'\n")
-        given = options | ({"schema": str(tmp_path / "schema.toml")} if "schema" in options else {})
-        prepare(PrepareOptions("table", out=str(tmp_path / "data"), **written(tmp_path), **given))
+        prepare(PrepareOptions("table", out=str(tmp_path / "data"), **written(tmp_path), **options))
     assert not (tmp_path / "data").exists()
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from logitmix.modules.config import MoLConfig
 from logitmix.modules.noise import Noise
-from logitmix.modules.similarity.build import build_similarity
+from logitmix.modules.similarity.base import build_similarity
 from logitmix.modules.similarity.mol import MoL
 
 DIM, U, I, C = 12, 3, 2, 4

@@ -151,18 +151,12 @@ def test_products_in_8_bits_have_limits(monkeypatch: pytest.MonkeyPatch) -> None
         item = components, of_item.to(weights)
         return mol_scores(query, item, mol.pair_parameters(), torch.arange(30), [0, 30])
 
-    beyond = [
-        (9, 8, 32, torch.bfloat16),
-        (8, 9, 32, torch.bfloat16),
-        (8, 8, 33, torch.bfloat16),
-        (8, 8, 32, torch.half),
-    ]
-    if module._BF16 in LEVELS:
-        beyond.append((4, 4, 32, torch.bfloat16))
-    found = [scores(*case) for case in [*beyond, (8, 8, 32, torch.bfloat16)]]
+    shapes = [(9, 8, 32), (8, 9, 32), (8, 8, 33), *([(4, 4, 32)] if module._BF16 in LEVELS else [])]
+    cases = [*((*shape, torch.bfloat16) for shape in shapes), (8, 8, 32, torch.half), (8, 8, 32, torch.bfloat16)]
+    found = [scores(*case) for case in cases]
     monkeypatch.setattr(module, "_LEVEL", module._AMX)
-    assert all(torch.equal(scores(*case), of_case) for case, of_case in zip(beyond, found, strict=False))
-    assert not torch.equal(scores(8, 8, 32, torch.bfloat16), found[-1])
+    same = [torch.equal(scores(*case), of_case) for case, of_case in zip(cases, found, strict=True)]
+    assert same == [True] * (len(cases) - 1) + [False]
 
 
 @torch.no_grad()
