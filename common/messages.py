@@ -56,9 +56,8 @@ def require_no_secrets(name: str, place: str) -> None:
     one_word = "".join(place.split())
     if "://" in place and _masked(one_word) != one_word:
         raise ValueError(
-            f"{name} is {_masked(one_word)}, a URL with a secret, which files and logs of a run would hold; leave it "
-            "out, and give it to fsspec's driver: in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-            "AWS_PROFILE; for others FSSPEC_PROTOCOL_OPTION), or in a file of ~/.config/fsspec"
+            f"{name} is {_masked(one_word)}, a URL with a secret, which files and logs would hold; give it to fsspec "
+            "in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in a file of ~/.config/fsspec"
         )
 
 

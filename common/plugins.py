@@ -8,7 +8,6 @@ them too, or has the flag `--trust-plugins`. docs/extending.md has the registrie
 
 import functools
 import operator
-import re
 import shlex
 import sys
 import traceback
@@ -114,10 +113,7 @@ class Kinds(Registry[Any]):
     def check(self, name: str, entry: Any) -> None:
         super().check(name, entry)
         if not is_dataclass(entry) or name not in [of.default for of in fields(entry) if of.name == "kind"]:
-            raise ValueError(
-                f"the {self.what} {name!r} is not a dataclass of settings with kind: str = {name!r}; see "
-                "docs/extending.md"
-            )
+            raise ValueError(f"the {self.what} {name!r} is not a dataclass of settings with kind: str = {name!r}")
 
     def _type(self) -> Any:
         for settings in self.values():
@@ -230,9 +226,7 @@ def load_named(names: Sequence[str], source: str) -> None:
     load_plugins()
     missing = lacking(names)
     if missing and not _trusting:
-        gone = [name for name in missing if name.endswith(".py") and not Path(name).is_file()]
-        places = [f"PLACE/{Path(name).name}" if name in gone else name for name in missing]
-        imports = " ".join(f"--import {shlex.quote(place)}" for place in places)
+        imports = " ".join(f"--import {shlex.quote(name)}" for name in missing)
         raise ValueError(
             f"{source} names a plugin, which is code, and the command line does not: add {imports} to run it, or "
             f"{TRUST} to run all that is named there; in Python, import it before"
@@ -310,20 +304,14 @@ def _import(plugin: Plugin, file: str, source: str, run: Callable[[], object]) -
 
 
 def _said(error: BaseException, file: str = "") -> str:
-    """File and line of an error in a plugin, and its message: the last line in `file`, if there is one."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not _IMPORTING_CODE.search(frame.filename)
-    ]
-    frames = [frame for frame in frames if frame.filename == file] or frames
-    places = [(frame.filename, frame.lineno) for frame in frames[-1:]]
+    """Returns the last line in `file` that led to an error, if there is one, and the error's message."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    places = [(file, line) for line in lines[-1:]]
     if isinstance(error, SyntaxError) and error.filename:
         places = [(error.filename, error.lineno)]
     message, kind = first_line(error), type(error).__name__
     named = message if kind in ("ValueError", message) else f"{kind}: {message}"
     return "".join(f"{name}:{line}: " for name, line in places) + named
-
-
-_IMPORTING_CODE = re.compile(rf"importlib|pkgutil\.py$|^{re.escape(__file__)}$")
 
 
 def _registering(caller: Mapping[str, Any]) -> Plugin:

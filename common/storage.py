@@ -22,7 +22,6 @@ import hashlib
 import os
 import re
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from typing import Any
 
 from logitmix.common.checked import Checked, fields_of
 from logitmix.common.files import write_whole
-from logitmix.common.mappings import brief, counted, from_mapping, require
-from logitmix.common.messages import plain, require_no_secrets, say, urls
+from logitmix.common.mappings import counted, from_mapping
+from logitmix.common.messages import require_no_secrets, say, urls
 
 MANIFESTS = ("dataset.json", "manifest.json", "digests.json", "checkpoint.json")
 """Files with the digests of others, in the order in which they are written."""
@@ -41,8 +40,8 @@ RENEWED = "digests.json"
 UPLOADING = ".uploading"
 MOST_ROUNDS = 20
 """How often a fetch begins again because the store has changed meanwhile."""
-RECORD_SECONDS = 10.0
-"""Time between two records of a fetch: what is recorded is not fetched again if it is interrupted."""
+RECORD_BYTES = 2**28
+"""Bytes between two records of a fetch: what is recorded is not fetched again if it is interrupted."""
 COPY, FETCHED, LOCKED = "copy.json", "fetched", "lock"
 """Files beside a copy."""
 LOCK = ".lock"
@@ -141,9 +140,16 @@ def fetch_run(place: str | Path) -> Path:
         recorded = {name: of for name, of in record.files.items() if of[0]}
         # From a copy that somebody has emptied, or that has names alone, an upload would empty the store.
         is_whole = here and not any(size is None for name, (_, size, _) in recorded.items() if name in here)
-        if is_whole and (ours or there == {name: of[0] for name, of in recorded.items()}):
-            return copy.mend(record, here, there)
-        return copy.take(there)
+        if not is_whole or not (ours or there == {name: of[0] for name, of in recorded.items()}):
+            return copy.take(there)
+        # Somebody has cleaned the cache, or a job was killed after it had removed old checkpoints. The next upload
+        # would remove them there.
+        of_checkpoints = [name for name in record.files if name in there and _IN_CHECKPOINT.fullmatch(name)]
+        lacking = [name for name in of_checkpoints if name not in here and there[name] == record.files[name][0]]
+        lacking = [name for name in lacking if not _in_half_a_checkpoint(name, there)]
+        if lacking:
+            copy.get_all(record, there, lacking)
+        return bool(lacking)
 
     with copy.locked():
         if not _is_training(copy.path):
@@ -187,23 +193,13 @@ def push(path: Path) -> None:
 
 @dataclass
 class _Record:
-    """The content of copy.json. ValueError for what no copy has."""
+    """The content of copy.json."""
 
     id: str
     uploading: bool
     files: dict[str, tuple[Any, ...]]
     """(what the store says, size, mtime_ns); the last two are None for what the copy does not have, and the first is
     empty for what it may have uploaded."""
-
-    def __post_init__(self) -> None:
-        require(re.fullmatch("[0-9a-f]{16}", self.id) is not None, "id", brief(self.id), "16 hexadecimal digits")
-        for name, of in self.files.items():
-            # Such a name would lead out of the copy, or cannot be that of a file.
-            require(not _hidden(name) and name == plain(name), "files", brief(name), "names in the copy")
-            there, *stamp = of or (None,)
-            counts = [type(number) is int and 0 <= number < 2**63 for number in stamp]
-            fits = isinstance(there, str) and len(stamp) == 2 and (all(counts) or stamp == [None, None])
-            require(fits, f"files.{name:.80}", brief(of), "a text, and size and time or twice null")
 
 
 @dataclass(frozen=True)
@@ -230,9 +226,7 @@ class _Copy:
             return from_mapping(_Record, fields_of(_RECORD.read(file)), str(file))
         except ValueError as error:
             # What the copy has may not be in the store yet.
-            raise ValueError(
-                f"{error}; move {file.parent}, which is the copy of {self.url}, and all is fetched again"
-            ) from None
+            raise ValueError(f"{error}; move {file.parent}, the copy of {self.url}, and all is fetched again") from None
 
     def write(self, record: _Record) -> None:
         write_whole(self.path.parent / COPY, _RECORD.text(vars(record)))
@@ -290,27 +284,10 @@ class _Copy:
         self.write(record)
         for name in _digests_last(here.keys() - wanted)[::-1]:
             self._remove(self.path / name)
-        self._get_all(record, there, differ, content)
+        self.get_all(record, there, differ, content)
         record.files |= {name: (of, None, None) for name, of in there.items() if name not in record.files}
         self.write(record)
         return bool(differ)
-
-    def mend(self, record: _Record, here: Collection[str], there: dict[str, str]) -> bool:
-        """Fetches what a run's copy lacks of the checkpoints that are in the store, because somebody has cleaned the
-        cache, or a job was killed after it had removed old ones; whether it fetched any. The next upload would remove
-        them there."""
-        lacking = [
-            name
-            for name, of in record.files.items()
-            if _IN_CHECKPOINT.fullmatch(name)
-            and name not in here
-            and there.get(name) == of[0]
-            and not _in_half_a_checkpoint(name, there)
-        ]
-        self._get_all(record, there, lacking)
-        if lacking:
-            self.write(record)
-        return bool(lacking)
 
     def upload(self, record: _Record, new: list[str], gone: list[str]) -> None:
         """Uploads and removes these files."""
@@ -338,19 +315,21 @@ class _Copy:
         record.uploading = False
         self.write(record)
 
-    def _get_all(self, record: _Record, there: dict[str, str], names: list[str], content: bool = True) -> None:
+    def get_all(self, record: _Record, there: dict[str, str], names: list[str], content: bool = True) -> None:
         """Fetches these files and records them; without `content`, most are made empty."""
         if names and content:
             say(f"fetching {counted(len(names), 'file')} of {self.url}")
-        recorded = time.monotonic()
+        unrecorded = 0
         for name in _digests_last(names):
             whole = content or Path(name).name in MANIFESTS
             self._get(name, whole)
             if whole:
                 record.files[name] = (there[name], *_stamp(self.path / name))
-            if time.monotonic() - recorded >= RECORD_SECONDS:
+                unrecorded += record.files[name][1]
+            if unrecorded > RECORD_BYTES:
                 self.write(record)
-                recorded = time.monotonic()
+                unrecorded = 0
+        self.write(record)
 
     def _get(self, name: str, content: bool) -> None:
         """Fetches a file, or makes an empty one."""
@@ -399,9 +378,6 @@ class _Copy:
             missing = getattr(error.__cause__, "name", None)
             raise ValueError(f"{self.url}: {error}{f': pip install {missing}' if missing else ''}") from None
         except Exception as error:
-            if isinstance(error, ValueError) and "Protocol not known" in str(error):
-                known = "fsspec knows no such protocol; it knows s3, gs, abfs, file and others"
-                raise ValueError(f"{self.url}: {known}") from None
             reason = " ".join((str(error) or type(error).__name__).split())
             raise OSError(f"{self.url} could not be {how} ({reason}){more}") from None
 

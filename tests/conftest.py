@@ -1,30 +1,24 @@
-import functools
 import gc
 import inspect
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import cache
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from leftovers import listening, living
 
-T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 HERE = str(ROOT / "tests")
-STARTERS = ("subprocess", "multiprocessing", "torch.multiprocessing")
-"""Modules that start processes for those who call them."""
 LONG = {"--processes", "fork", "forkserver", "jobs", "run_ranks", "subprocess", "two_ranks"}
 LONG |= {"compiled", "export", "export_small", "onnx", "programs", "report", "train"}
 """Names and words in the code of tests that start processes, compile, train, export or show runs."""
@@ -137,9 +131,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not item.get_closest_marker("gpu"):
             _hide_gpus(patch)
-        if not _is_long(item):
-            for owner, name in ((subprocess.Popen, "__init__"), (os, "fork"), (BaseProcess, "start")):
-                patch.setattr(owner, name, _guarded(getattr(owner, name)))
         return (yield)
 
 
@@ -149,23 +140,6 @@ def _hide_gpus(patch: pytest.MonkeyPatch) -> None:
     if torch := sys.modules.get("torch"):
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
-
-
-def _guarded(start: Callable[..., T]) -> Callable[..., T]:
-    """Fails the test where code of this repository starts a process. Libraries may, such as one that asks the system
-    for the processor's name when it is first imported."""
-
-    @functools.wraps(start)
-    def guarded(*arguments: Any, **options: Any) -> T:
-        frame = sys._getframe(1)
-        while frame.f_back and frame.f_globals.get("__name__", "").startswith(STARTERS):
-            frame = frame.f_back
-        file = frame.f_code.co_filename
-        if file.startswith(str(ROOT)) and "site-packages" not in file:
-            pytest.fail("it starts a process, and nothing in its code says so: mark it `long`")
-        return start(*arguments, **options)
-
-    return guarded
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -75,7 +75,9 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
     (tmp_path / "int8.py").unlink()
     given = [word for word in given if word not in ("--import", "int8.py")]
     others = [word for name in given for word in ("--import", name)]
-    assert "add --import PLACE/int8.py to run it, or" in two_ranks.command([*evaluate, *others], tmp_path, status=2)
+    assert f"add --import {tmp_path}/int8.py to run it, or" in two_ranks.command(
+        [*evaluate, *others], tmp_path, status=2
+    )
     place = f"run/config.toml: the plugin {tmp_path}/int8.py is not there; give the place: --import PLACE/int8.py"
     assert two_ranks.command([*evaluate, *others, trust], tmp_path, status=2).splitlines()[-1] == f"logitmix: {place}"
 

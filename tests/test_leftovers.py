@@ -34,20 +34,9 @@ def test_leaves_a_folder():
 def test_a_session_fails_for_what_outlives_its_tests(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
     here = Path(__file__).parent
+    words = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-o", "markers=long", "test_planted.py"]
     session = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "conftest",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "markers=long",
-            f"--basetemp={tmp_path / 'base'}",
-            "test_planted.py",
-        ],
+        [sys.executable, *words, f"--basetemp={tmp_path / 'base'}"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(here)},
         capture_output=True,

@@ -45,7 +45,7 @@ from logitmix.trainer.run.folder import (
 )
 from logitmix.trainer.run.metrics import RunProgress, evaluations_since_best, peeked_best, still_rising
 from logitmix.trainer.run.results import beside_baselines, cold_targets, take_results, write_ranks, write_results
-from logitmix.trainer.run.saving import GOES_ON, Saver, or_continue, prune
+from logitmix.trainer.run.saving import GOES_ON, Saver, or_continue, remove_others
 from logitmix.trainer.run.stages import ONE_STEP, better_start, epochs_of_refit, own_minutes, refit_config, source_of
 from logitmix.trainer.run.warm_start import require_fit, warm_start
 from logitmix.trainer.step.memory import give_back, set_up_memory
@@ -146,7 +146,8 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
             write_plan(run, model.plan)
         optimizer = dense_optimizer(model.tower, config.dense)
         done = checkpoint.restore(run, config, model, optimizer)
-        prune(run, config, ranks)
+        # A job that was killed may not have done it. Damaged ones are set aside by now.
+        or_continue(lambda: on_first_rank(lambda: remove_others(run, config), ranks), config, ranks)
         or_continue(lambda: upload_run(run, ranks), config, ranks, GOES_ON)
         if not begun and (source := source_of(run, config)):
             if seen:

@@ -28,7 +28,6 @@ def test_every_changed_bit_is_found() -> None:
     [
         (Checked("another", 2).text({}), "here: kind is 'another', not 'test'"),
         (Checked("test", 1).text({}), "here: format_version is 1, and this logitmix reads 2"),
-        (FORMAT.text({"format_version": 2.0}), "here: format_version is 2.0, and this logitmix reads 2"),
         ("[]", r"here is damaged \(it is \[\], not a JSON object\)"),
         ('{"format_version": 1}', r"here is damaged \(its sha256 is not .*; its format_version is 1, not 2\)"),
     ],
@@ -70,13 +69,10 @@ def test_a_file_that_is_another_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ([3], "of a is [3], not a mapping"),
         ({"bytes": 3}, "of a has no field sha256"),
         ({"bytes": 3, "sha256": "0", "x": 1}, "of a has a field x that this logitmix does not know"),
         ({"bytes": "3", "sha256": "0"}, "of a.bytes is '3', not a number of bytes"),
         ({"bytes": -1, "sha256": "0"}, "of a.bytes is -1, not a number of bytes"),
-        ({"bytes": 2**63, "sha256": "0"}, "of a.bytes is 9223372036854775808, not a number of bytes"),
-        ({"bytes": 3, "sha256": None}, "of a.sha256 is None, not a text"),
     ],
 )
 def test_what_is_no_entry_of_a_file_is_refused(entry: object, said: str) -> None:

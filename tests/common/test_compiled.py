@@ -50,15 +50,6 @@ def test_what_is_missing_is_said_once_by_the_first_rank(
         assert "install a C compiler, then logitmix again" in line and "logitmix doctor" in line
 
 
-def test_no_triton_is_said_once(
-    without_mol: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    assert not has_triton() and not has_triton()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("no triton here: ") and "pip install triton" in line
-
-
 def test_plain_torch_finds_no_library_and_says_nothing(without_mol: None, capsys: pytest.CaptureFixture[str]) -> None:
     noise, loss = (lazy_library(f"logitmix.modules.{part}") for part in ("_noise", "losses._mol"))
     with plain_torch():

@@ -1,5 +1,5 @@
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -76,17 +76,9 @@ class Drawing:
     shape: Circle | Square = field(default_factory=Circle)
 
 
-@pytest.mark.parametrize(
-    ("tree", "shape"),
-    [
-        ({}, Circle()),
-        ({"radius": 2}, Circle(radius=2)),
-        ({"kind": "circle", "name": "a"}, Circle(name="a")),
-        ({"kind": "square", "side": 3}, Square(side=3)),
-    ],
-)
-def test_a_section_is_of_the_class_that_its_kind_names(tree: dict[str, Any], shape: object) -> None:
-    assert from_mapping(Drawing, {"shape": tree}, "here") == Drawing(shape)
+def test_a_section_is_of_the_class_that_its_kind_names() -> None:
+    for tree, shape in (({}, Circle()), ({"radius": 2}, Circle(radius=2)), ({"kind": "square"}, Square())):
+        assert from_mapping(Drawing, {"shape": tree}, "here") == Drawing(shape)
 
 
 @pytest.mark.parametrize(

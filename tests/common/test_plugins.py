@@ -67,8 +67,6 @@ def test_a_file_is_loaded_once_and_is_known_by_its_digest(tmp_path: Path) -> Non
         (HALF.replace("lambda passed: 0.5", "0.5"), r"half\.py:2: the schedule 'half' has no __call__; see docs/ext"),
         ("\n1 / 0", r"half\.py:2: ZeroDivisionError: division by zero"),
         ("\nhalf = (", r"half\.py:2: SyntaxError: '\(' was never closed"),
-        ("import numpy\nnumpy.array([[1], [1, 2]])", r"half\.py:2: setting an array element with a sequence"),
-        ("import of_nobody", r"half\.py:1: ModuleNotFoundError: No module named 'of_nobody'"),
         ("import sys\nsys.exit('no')", r"half\.py:2: SystemExit: no"),
     ],
 )
@@ -81,10 +79,6 @@ def test_a_mistake_in_a_plugin_is_a_line_with_its_place(text: str, message: str,
     ("given", "message"),
     [
         ("there/is/none.py", r"^run/config\.toml: the plugin there/is/none\.py is not there; give the place: --im"),
-        (
-            "of_nobody",
-            r"^run/config\.toml: there is no module of_nobody; pip install it, or give a file: --import FILE",
-        ),
         ("of_nobody.at_all", r"^run/config\.toml: there is no module of_nobody\.at_all; pip install it, or give a"),
     ],
 )
@@ -143,7 +137,6 @@ print(own.name, own.version, own.place, own.reference, plugins.references(), SCH
 
 BREAKS = [
     (HALF + "1 / 0", r"own_half\.py:3: ZeroDivisionError: division by zero"),
-    (HALF + "raise SystemExit", r"own_half\.py:3: SystemExit"),
     ("", "there is no module own_half"),
 ]
 
@@ -172,7 +165,7 @@ def test_what_a_file_names_is_imported_if_the_command_line_trusts_it(
     monkeypatch.syspath_prepend(tmp_path)
     message = (
         "run/config.toml names a plugin, which is code, and the command line does not: add "
-        f"--import '{file}' --import PLACE/gone.py --import own_module to run it, or --trust-plugins to run all that "
+        f"--import '{file}' --import {gone} --import own_module to run it, or --trust-plugins to run all that "
         "is named there; in Python, import it before"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from logitmix.comm.collectives import broadcast_object, on_all_ranks, on_first_rank, own_result
 from logitmix.comm.process_group import Ranks
 from logitmix.common.checked import check_file, json_digest
-from logitmix.common.messages import say
+from logitmix.common.messages import prefixed, say
 from logitmix.modules.schema import Schema, Table
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, model_schema
@@ -58,8 +58,6 @@ class SavedModel:
     """Its metrics, if it was evaluated."""
     tensors: SavedTensors = field(default_factory=lambda: SavedTensors(()))
     """All that the checkpoint has; what only training needs is not checked."""
-    _sorted: dict[str, Any] = field(default_factory=dict, repr=False)
-    """By table, its rows in the order of their ids, once they were asked for; None where these are the same."""
 
     @property
     def num_items(self) -> int:
@@ -117,11 +115,9 @@ class SavedModel:
 
     def rows_of(self, name: str, id_N: np.ndarray) -> np.ndarray:
         """The rows of ids of a table."""
-        if name not in self._sorted:
-            id_R = self.id_of_row(name)
-            self._sorted[name] = None if id_R is None else id_R.sort(stable=True)
-        if (known := self._sorted[name]) is None:
+        if (id_R := self.id_of_row(name)) is None:
             return id_N
+        known = id_R.sort(stable=True)
         # Of the rows without a value, row 0 is the first.
         wanted = torch.from_numpy(id_N.astype(np.int64))
         place = torch.searchsorted(known.values, wanted).clamp(max=len(known.values) - 1)
@@ -263,13 +259,9 @@ def _open_first(paths: Sequence[Path], wanted: _Wanted, ranks: Ranks) -> tuple[_
             require_alike(partial(json_digest, opened.files), path, "is another checkpoint than", ranks)
             return opened, problems
         if wanted.config.train.on_damage == "stop":
-            raise ValueError(
-                f"{problems[path]}; remove {path} to use another checkpoint, or set train.on_damage to continue"
-            )
+            raise ValueError(f"{problems[path]}; remove {path}, or set train.on_damage to continue")
     first = next(iter(problems.values()))
-    raise ValueError(
-        f"{first}, and no other checkpoint in {paths[0].parent} is intact; restore it, or use another run directory"
-    )
+    raise ValueError(f"{first}, and no other checkpoint in {paths[0].parent} is intact; use another run directory")
 
 
 def _open(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
@@ -281,8 +273,6 @@ def _open(path: Path, wanted: _Wanted, ranks: Ranks) -> _Opened:
     for file in files[slice(*own_range(len(files), ranks.rank, ranks.world_size))]:
         check_file(file, manifest.files[file.name], MANIFEST)
     tensors = SavedTensors(files)
-    try:
+    with prefixed(f"{path}: "):
         tensors.check(wanted.tensors, wanted.unchecked)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     return _Opened(manifest.progress, tensors, manifest.files)

@@ -19,7 +19,7 @@ from logitmix.comm.process_group import Ranks
 from logitmix.comm.rendezvous import ranks_named
 from logitmix.common.code import code
 from logitmix.common.files import Fields, clean_up, parse_json, write_whole
-from logitmix.common.mappings import cut, from_mapping, require
+from logitmix.common.mappings import counted, cut, from_mapping
 from logitmix.common.storage import is_copy, push
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config, changed, dump_toml, flatten, load_toml, settings_without_import
@@ -30,8 +30,6 @@ LOOKS, LOOK_SECONDS = 5, 0.05
 """How often a job tries to lock its run, and the time in between."""
 CODE = "code.json"
 """The file of a run that has the code with which it was last started."""
-NAMED = 3
-"""Differences of the code that are said."""
 MARK_SECONDS = 3.0
 """In which a new file is seen on all hosts that share a directory."""
 MAY_CHANGE = {
@@ -77,8 +75,7 @@ def require_alike(value: Callable[[], object], path: Path, unlike: str, ranks: R
     if others := [rank for rank, (of, *_) in enumerate(found) if of != first]:
         _, host, other = found[others[0]]
         raise ValueError(
-            f"{other} of {ranks_named(others)} (on {host}) {unlike} {first_path} of rank 0 (on {first_host}); give a "
-            "directory on storage that all hosts share"
+            f"{other} of {ranks_named(others)} (on {host}) {unlike} {first_path} of rank 0 (on {first_host})"
         )
 
 
@@ -99,9 +96,7 @@ def _seen(mark: Path) -> bool:
 def require_one_host(path: Path) -> None:
     """ValueError if the ranks are on several hosts, whose copies of a URL are their own, and are to write to one."""
     if is_copy(path) and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        raise ValueError(
-            f"{path} is written by ranks on one host alone; with several hosts, give a directory that all of them share"
-        )
+        raise ValueError(f"{path} is written by ranks on one host alone; with several, give a directory they share")
 
 
 def upload_run(run: Path, ranks: Ranks) -> None:
@@ -133,11 +128,9 @@ def said_of_code(run: Path, verdict: str = "was trained by other code than this"
     if that is not known; else "". ValueError if the file is damaged."""
     if not (run / CODE).exists():
         return f"{run} has no {CODE}: whether it began with this code is not known"
-    differ = [cut(line, 160) for line in changed(read_code(run), code()).values()]
-    if not differ:
+    if not (differ := list(changed(read_code(run), code()).values())):
         return ""
-    more = f"; and {len(differ) - NAMED} more" if len(differ) > NAMED else ""
-    return f"{run} {verdict}: {'; '.join(differ[:NAMED])}{more}"
+    return f"{run} {verdict}: {cut('; '.join(differ), 400)} ({counted(len(differ), 'difference')})"
 
 
 def read_config(run: Path) -> Config:
@@ -169,21 +162,13 @@ def start_path(run: Path) -> Path:
 def read_schema(run: Path) -> Schema:
     """The schema of the dataset that the run was started with; ValueError if there is no run."""
     description = read_description(run)
-    if not isinstance(description["schema"], dict):
-        raise ValueError(f"{run / 'dataset.json'}: schema is not a JSON object")
     schema = from_mapping(Schema, description["schema"], str(run / "dataset.json"), "schema.")
     return replace(schema, users=description["users"])
 
 
 def read_description(run: Path) -> Fields:
-    """The content of the dataset.json of the dataset that the run was started with; ValueError if there is no run, or
-    if it lacks the name or a count."""
-    file, description = run / "dataset.json", _read_object(run, "dataset.json")
-    for name in ("users", "items", "actions"):
-        value = description.get(name)
-        require(type(value) is int and value >= 0, f"{file}: {name}", value, "a count")
-    require(isinstance(description.get("name"), str), f"{file}: name", description.get("name"), "a text")
-    return Fields(description, str(file))
+    """The content of the dataset.json of the dataset that the run was started with; ValueError if there is no run."""
+    return _read_object(run, "dataset.json")
 
 
 def require_same(run: Path, config: Config, dataset: Dataset) -> None:
@@ -198,10 +183,7 @@ def require_same_dataset(run: Path, dataset: Dataset) -> None:
     """ValueError if the dataset is not the one that the run was started with, or has been prepared differently
     since."""
     if recorded_dataset(run) != dataset.description():
-        raise ValueError(
-            f"{dataset.path} is not the dataset that {run} began with: compare its dataset.json with that of the run, "
-            f"and restore it, or train another run on this one (train RECIPE --continue {run} starts from the weights)"
-        )
+        raise ValueError(f"{dataset.path} is not the dataset that {run} began with; restore that, or train another run")
 
 
 def require_same_settings(run: Path, config: Config) -> None:
@@ -213,9 +195,7 @@ def require_same_settings(run: Path, config: Config) -> None:
         kept.add("train.minutes")
     said = [of for name, of in changed(before, now).items() if name in kept or not _may_change(name)]
     if said:
-        raise ValueError(
-            f"{run} was started with other settings: {'; '.join(said)}; use another run directory, or the same settings"
-        )
+        raise ValueError(f"{run} was started with other settings: {'; '.join(said)}; use another run directory")
 
 
 def recorded_dataset(run: Path) -> str:
@@ -231,11 +211,11 @@ def _read(run: Path, name: str) -> str:
     return read_text(run / name)
 
 
-def _read_object(run: Path, name: str) -> dict[str, Any]:
+def _read_object(run: Path, name: str) -> Fields:
     found = parse_json(_read(run, name).encode(), str(run / name))
     if not isinstance(found, dict):
         raise ValueError(f"{run / name} is not a JSON object")
-    return found
+    return Fields(found, str(run / name))
 
 
 def fixed_settings(config: Config) -> dict[str, Any]:

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from logitmix.common.checked import Checked, fields_of, require_entry
-from logitmix.common.files import LARGEST
 from logitmix.common.mappings import brief, from_mapping, require
 from logitmix.modules.schema import Schema
 from logitmix.trainer.config import Config
 from logitmix.trainer.run.folder import checkpoint_paths, fixed_settings, recorded_dataset
-from logitmix.trainer.run.metrics import RunProgress, require_shares
+from logitmix.trainer.run.metrics import RunProgress
 
 MANIFEST = "checkpoint.json"
 FORMAT = Checked("logitmix checkpoint", 6)
@@ -54,14 +53,6 @@ class Manifest:
     files: dict[str, Any]
 
     def __post_init__(self) -> None:
-        require(self.step >= 0, "step", self.step, "0 or more")
-        for name in ("seconds", "step_seconds"):
-            require(0 <= getattr(self, name) <= LARGEST, name, getattr(self, name), "0 or more and finite")
-        require(self.examples >= 0, "examples", self.examples, "0 or more")
-        require(0 <= self.skipped <= self.step, "skipped", self.skipped, f"from 0 to the step, {self.step}")
-        for name, value in self.validation.items():
-            require(abs(value) <= LARGEST, f"validation.{name}", value, "finite")
-        require_shares(self.validation, "validation")
         count = len(self.files)
         names = [part_name(number, count) for number in range(count)]
         require(count > 0 and list(self.files) == names, "files", list(self.files), "all parts, in order")

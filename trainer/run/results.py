@@ -2,17 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from logitmix.common.files import Fields, parse_json, require_numbers
-from logitmix.common.mappings import require
 from logitmix.trainer.config import BASELINES
 from logitmix.trainer.run.checksums import checksum_rows, read_checksummed, write_checksummed
-from logitmix.trainer.run.metrics import require_counts, require_shares
 
 
 def beside_baselines(results: Mapping[str, float], labels: Mapping[str, str] = BASELINES) -> str:
@@ -57,16 +55,7 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
 def read_results(run: Path) -> Fields:
     """ValueError that names the file and the field if it is damaged."""
     path = run / "results.json"
-    where = str(path)
-    found = require_numbers(parse_json(read_checksummed(path), where), where, ("penalties_tried",), ("validation",))
-    if not found:
-        raise ValueError(f"{path} has no numbers")
-    require_counts(found, where, "step", START_STEP, "users", "corpus", "parameters", "fitted_users", "of_users")
-    require_shares(found, where)
-    require_shares(found.get("validation", {}), f"{where}: validation")
-    for name in ("seconds", "examples_per_second"):
-        require(0 <= found.get(name, 0) < math.inf, f"{where}: {name}", found.get(name), "0 or more and finite")
-    return found
+    return require_numbers(parse_json(read_checksummed(path), str(path)), str(path))
 
 
 def take_results(start: Path, run: Path) -> dict[str, float]:
@@ -90,20 +79,16 @@ def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:
 
 def read_ranks(run: Path) -> np.ndarray:
     """The rank of each user's target [U] in the test part, from 1 (int64)."""
-    return np.array(_read_list(run / "test_ranks.json", "ranks from 1", _is_rank), np.int64)
+    return np.array(_read_list(run / "test_ranks.json", int), np.int64)
 
 
 def read_test_users(run: Path) -> list[str]:
     """The raw ids of the users [U] that `read_ranks` has the ranks of."""
-    return _read_list(run / "test_users.json", "raw ids of users", lambda user: isinstance(user, str))
+    return _read_list(run / "test_users.json", str)
 
 
-def _is_rank(value: object) -> bool:
-    return type(value) is int and 0 < value < 2**63
-
-
-def _read_list(path: Path, of: str, fits: Callable[[object], bool]) -> list[Any]:
+def _read_list(path: Path, kind: type) -> list[Any]:
     found = parse_json(read_checksummed(path), str(path))
-    if not isinstance(found, list) or not all(map(fits, found)):
-        raise ValueError(f"{path} is not a list of {of}")
+    if not isinstance(found, list) or set(map(type, found)) - {kind}:
+        raise ValueError(f"{path} is not a list of values of type {kind.__name__}")
     return found

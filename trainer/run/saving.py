@@ -3,12 +3,10 @@
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from logitmix.comm.collectives import (
     SIGN_OF_LIFE,
     agreed,
     broadcast_object,
-    largest,
     on_all_ranks,
     on_first_rank,
     on_first_rank_at_length,
@@ -31,7 +28,6 @@ from logitmix.common.storage import is_copy, push
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
-from logitmix.trainer.run.folder import upload_run
 from logitmix.trainer.run.manifest import (
     FORMAT,
     MANIFEST,
@@ -67,10 +63,8 @@ class Saver:
         self.run, self.config, self.progressed = run, config, progressed
         self.model, self.optimizer, self.ranks = model, optimizer, model.ranks
         self._pending: _Pending | None = None
-        self._untidied: Path | None = None
-        """The checkpoint that was committed last, until the older ones are removed and the upload has begun."""
         self._upload: Future[None] | None = None
-        """On every rank, while rank 0 uploads in the background."""
+        """On every rank, while rank 0 uploads."""
         self._goes_on = True
         """Whether training goes on after the last `save`."""
         self._writer, self._uploader = ThreadPoolExecutor(1, "checkpoint"), ThreadPoolExecutor(1, "upload")
@@ -78,59 +72,38 @@ class Saver:
     def save(self, progress: RunProgress, wait: bool = True) -> bool:
         """Saves a new checkpoint, then removes all but the best and the newest; returns whether it is saved, so far as
         is known. Unless it is to wait, because training ends, and with `train.save_in_background`, only a copy is made,
-        `poll` commits it, and the next `save` waits for that. Collective.
+        `poll` commits and uploads it, and the next `save` waits for that. Collective.
 
         If the checkpoint cannot be written, nothing of it stays, and every rank raises OSError; with
         `train.on_save_failure` continue, rank 0 says so instead. The same holds if older ones cannot be removed, or if
-        the run is at a URL and cannot be uploaded, but then the checkpoint stays. An upload that is under way is waited
-        for once the checkpoint is on disk, or before if there is no room until older ones are removed.
+        the run is at a URL and cannot be uploaded, but then the checkpoint stays.
         """
         self._goes_on = not wait
         wait = wait or not self.config.train.save_in_background
         self._finish()
-        if self._upload is None:
-            self._settle(wait=False)
-        # Nothing is removed during an upload: one that is too slow makes training wait.
-        in_background = not wait and self._untidied is None
-        begun = self._tried(lambda: self._begin_with_room(progress, in_background))
-        if in_background:
+        begun = self._tried(lambda: self._begin(progress, in_background=not wait))
+        if not wait:
             return begun
         committed = self._finish()
-        return self._settle(wait) and begun and committed
+        return self._end_upload() and begun and committed
 
     def poll(self) -> None:
-        """Commits what was saved in the background, once all ranks have written it, and uploads it once the upload
-        before has ended; to be called in each step. Collective; raises as `save` does, in the step after the
+        """Commits what was saved in the background, once all ranks have written it and the upload before has ended,
+        and begins to upload it; to be called in each step. Collective; raises as `save` does, in the step after the
         failure."""
-        if self._pending:
-            if largest(self._pending.state, self.ranks) == WRITING:
-                return
+        if self._upload and agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
+            self._end_upload()
+        if self._pending and not self._upload and not agreed(not self._pending.written.done(), self.ranks):
             self._finish()
-        if self._upload is None or agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
-            self._settle(wait=False)
 
     def __enter__(self) -> "Saver":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._pending:
-            self._pending.abandoned.set()
         self._writer.shutdown()
         self._uploader.shutdown()
         if self._pending:
             self._remove(self._pending)
-
-    def _begin_with_room(self, progress: RunProgress, in_background: bool) -> None:
-        """As `_begin`; if that fails before older checkpoints could be removed, again once they are."""
-        try:
-            self._begin(progress, in_background)
-        except OSError:
-            if self._untidied is None or self._upload is None:
-                raise
-            # Whether the upload fails is told by `_settle`, once this step is saved.
-            on_first_rank_at_length(self._upload.exception, self.ranks)
-            self._tidy(self._untidied)
-            self._begin(progress, in_background)
 
     def _begin(self, progress: RunProgress, in_background: bool) -> None:
         """Makes a hidden directory for the checkpoint, and in the background begins to write. Collective."""
@@ -147,13 +120,8 @@ class Saver:
             state = {name: [piece.copied() for piece in of] for name, of in state.items()}
         file = TensorFile(state)
         staging, needed = broadcast_object(staging_path(out), ranks), sum(on_all_ranks(lambda: file.bytes, ranks))
-        pending = _Pending(
-            out,
-            staging,
-            needed,
-            part_name(ranks.rank, ranks.world_size),
-            described(self.config, self.model.tower.schema, progress),
-        )
+        content = described(self.config, self.model.tower.schema, progress)
+        pending = _Pending(out, staging, needed, part_name(ranks.rank, ranks.world_size), content)
 
         def make() -> None:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -167,25 +135,36 @@ class Saver:
         pending.written = self._writer.submit(pending.write, file)
 
     def _finish(self) -> bool:
-        """Commits the checkpoint that was begun, if there is one; whether that was possible. Collective."""
+        """Commits the checkpoint that was begun, if there is one, removes the older ones and begins to upload the run;
+        returns whether the checkpoint could be committed. Collective."""
         pending = self._pending
-        if pending:
-            self._wait(pending)
+        if pending is None:
+            return True
+        self._wait(pending)
         self._pending = None
-        return pending is None or self._tried(lambda: self._commit(pending))
+        committed = self._tried(lambda: self._commit(pending))
+        # Nothing is removed during an upload.
+        self._end_upload()
+        if committed:
+            self._tried(lambda: self._tidy(pending.out))
+            if is_copy(self.run):
+                self._upload = self._uploader.submit(push, self.run) if self.ranks.rank == 0 else Future()
+        return committed
+
+    def _end_upload(self) -> bool:
+        """Waits for the upload that was begun, if there is one; returns whether it was possible. Collective."""
+        upload, self._upload = self._upload, None
+        return upload is None or self._tried(lambda: on_first_rank_at_length(upload.result, self.ranks))
 
     def _wait(self, pending: "_Pending") -> None:
-        """Waits until all ranks have written their parts, or one has failed, however long that takes. Collective."""
+        """Waits until each rank has written its part, or failed, however long that takes. Collective."""
         seen = 0
         while True:
             wait([pending.written], timeout=SIGN_OF_LIFE)
             moved, seen = pending.begun_bytes > seen, pending.begun_bytes
             if agreed(moved, self.ranks):
                 self.progressed()
-            state = largest(pending.state, self.ranks)
-            if state == FAILED:
-                pending.abandoned.set()
-            if state != WRITING:
+            if not agreed(not pending.written.done(), self.ranks):
                 return
 
     def _commit(self, pending: "_Pending") -> None:
@@ -200,42 +179,21 @@ class Saver:
         with self._removing(pending):
             entries = dict(on_all_ranks(lambda: (pending.part, pending.written.result()), self.ranks))
             on_first_rank(publish, self.ranks)
-        self._untidied = pending.out
-        self._once_saved(pending.out, pending.out.parent, lambda: sync(pending.out.parent))
-
-    def _settle(self, wait: bool) -> bool:
-        """Once the upload that was begun has ended, removes the checkpoints that are not to be kept, and uploads what
-        is new, or begins to; whether this upload was possible. Collective."""
-        upload, self._upload = self._upload, None
-        if upload:
-            self._tried(lambda: on_first_rank_at_length(upload.result, self.ranks))
-        saved, self._untidied = self._untidied, None
-        if saved is None:
-            return True
-        self._tried(lambda: self._tidy(saved))
-        if wait:
-            return self._tried(lambda: upload_run(self.run, self.ranks))
-        if is_copy(self.run):
-            self._upload = self._uploader.submit(push, self.run) if self.ranks.rank == 0 else Future()
-        return True
 
     def _tidy(self, saved: Path) -> None:
-        """Removes the checkpoints that are not to be kept now that this one is saved. Collective."""
+        """Syncs the name of a checkpoint that is saved, and removes those that are not to be kept then. An OSError says
+        that the checkpoint stays. Collective."""
 
         def tidy() -> None:
+            sync(saved.parent)
             remove_others(self.run, self.config)
             checksum_rows(self.run)
 
-        self._once_saved(saved, self.run, tidy)
-
-    def _once_saved(self, out: Path, changed: Path, action: Callable[[], None]) -> None:
-        """Rank 0 does what follows a checkpoint, and changes a folder; an OSError says that the checkpoint stays.
-        Collective."""
         try:
-            with naming(changed):
-                on_first_rank(action, self.ranks)
+            with naming(self.run):
+                on_first_rank(tidy, self.ranks)
         except OSError as error:
-            said = f"{out} is saved, but {error.filename} could not be updated ({error.strerror})"
+            said = f"{saved} is saved, but {error.filename} could not be updated ({error.strerror})"
             raise OSError(said) from None
 
     @contextmanager
@@ -257,10 +215,6 @@ class Saver:
         return or_continue(action, self.config, self.ranks, GOES_ON if self._goes_on else "")
 
 
-WRITTEN, WRITING, FAILED = range(3)
-"""States of what is written in the background: the ranks' largest is that of all."""
-
-
 @dataclass
 class _Pending:
     """A checkpoint that is not committed yet: what this rank writes of it, at once or in a thread."""
@@ -274,36 +228,16 @@ class _Pending:
     """The entry of this rank's part in the manifest, once it is on disk."""
     begun_bytes: int = 0
     """Those of this rank's part that are written, or being written."""
-    abandoned: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def state(self) -> int:
-        if not self.written.done():
-            return WRITING
-        return FAILED if self.written.exception() else WRITTEN
 
     def write(self, file: TensorFile) -> dict[str, Any]:
-        """Writes this rank's part, unless it is abandoned: then the rank that is the cause has an error to raise."""
+        """Writes this rank's part."""
 
-        def goes_on(part: bytes | memoryview) -> bool:
-            self.begun_bytes += len(part)
-            return not self.abandoned.is_set()
+        def counted() -> Iterator[memoryview]:
+            for part in file.parts():
+                self.begun_bytes += len(part)
+                yield part
 
-        return {"bytes": file.bytes, "sha256": write_hashed(self.staging / self.part, takewhile(goes_on, file.parts()))}
-
-
-def prune(run: Path, config: Config, ranks: Ranks) -> None:
-    """Removes what a save would have removed before the job was killed: all checkpoints but the best and the newest.
-    To be called after `restore`, which sets damaged ones aside. Collective; if it fails, every rank raises OSError, or
-    with `train.on_save_failure` continue, rank 0 says so."""
-
-    def remove() -> None:
-        try:
-            remove_others(run, config)
-        except OSError as error:
-            raise OSError(f"{error.filename} could not be removed ({error.strerror})") from None
-
-    or_continue(lambda: on_first_rank(remove, ranks), config, ranks)
+        return {"bytes": file.bytes, "sha256": write_hashed(self.staging / self.part, counted())}
 
 
 def _explained(error: OSError, out: Path, needed: int) -> OSError:
@@ -331,6 +265,7 @@ def or_continue(action: Callable[[], None], config: Config, ranks: Ranks, note: 
 
 
 def remove_others(run: Path, config: Config) -> None:
+    """Removes all checkpoints of a run but the best and the newest."""
     found = {path: manifest for path, manifest in manifests(run).items() if manifest}
     kept = {*list(found)[: config.train.keep], *by_merit(found, config.evaluate.metric)[:1]}
     for path in found:

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from logitmix.common.mappings import counted
 from logitmix.common.storage import fetch_run, place_of
 from logitmix.trainer.config import Config, with_settings, with_start
 from logitmix.trainer.run.folder import read_config, recorded_dataset, refit_path, start_path
@@ -79,9 +78,7 @@ def epochs_of_refit(run: Path) -> float:
         before = read_config(refit)
         anew = f"remove {refit}, then `logitmix train --refit {run}` trains it anew"
         if (was := before.train.stop_after_epochs) != epochs:
-            raise ValueError(
-                f"{refit} is a refit of {counted(was, 'epoch')}, but {run} is now best after {epochs:g}; {anew}"
-            )
+            raise ValueError(f"{refit} is a refit of {was:g} epochs, but {run} is now best after {epochs:g}; {anew}")
         if (before.model, recorded_dataset(refit)) != (config.model, recorded_dataset(run)):
             raise ValueError(f"{refit} is a refit of what {run} was before, of another model or dataset; {anew}")
     return epochs

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -123,29 +122,18 @@ def _mapped(path: Path) -> list[tuple[str, Tensor]]:
 
 def _misfit(pieces: Sequence[Rectangle], kind: Kind) -> str:
     """What is wrong with the pieces of a tensor; empty if they fill it."""
+    shape = list(kind.shape)
     for piece in pieces:
         if piece.values.dtype != kind.dtype:
             return f"is {piece.values.dtype}, but the model's is {kind.dtype}"
-    shape = list(kind.shape)
-    if any(len(piece.place) != len(shape) or piece.values.ndim != len(shape) for piece in pieces):
-        return f"has pieces with another number of dimensions than the model's, which is {shape}"
+        if not len(piece.place) == piece.values.ndim == len(shape):
+            return f"has pieces with another number of dimensions than the model's, which is {shape}"
     ends = [[a + n for a, n in zip(piece.place, piece.values.shape, strict=True)] for piece in pieces]
     if (found := [max(of) for of in zip(*ends, strict=True)]) != shape:
         return f"is {found}, but the model's is {shape}"
-    if sum(piece.values.numel() for piece in pieces) != math.prod(shape) or _any_overlap(pieces):
+    if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
         return "has pieces that overlap or leave a gap"
     return ""
-
-
-def _any_overlap(pieces: Sequence[Rectangle]) -> bool:
-    """Whether two of the pieces have a place in common. A file can hold so many that pairs in Python would take
-    hours."""
-    starts_PN = np.array([piece.place for piece in pieces], np.int64)
-    stops_PN = starts_PN + np.array([piece.values.shape for piece in pieces], np.int64)
-    return any(
-        ((starts_PN[:number] < stops_PN[number]) & (starts_PN[number] < stops_PN[:number])).all(1).any()
-        for number in range(1, len(pieces))
-    )
 
 
 def _slices(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

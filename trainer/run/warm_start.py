@@ -27,7 +27,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from logitmix.comm.collectives import on_all_ranks, on_first_rank_at_length, own_result
 from logitmix.common.storage import fetch, path_of
-from logitmix.modules.schema import ITEM, USER, Feature, Owner, Schema
+from logitmix.modules.schema import ITEM, Feature, Owner, Schema
 from logitmix.modules.towers import Tower
 from logitmix.trainer.config import Config, DataConfig, changed, conditions_of, flatten, model_schema
 from logitmix.trainer.data.batches import starts_of_parts
@@ -50,19 +50,21 @@ def warm_start(
     optimizer: torch.optim.Optimizer | None = None,
     earlier: Dataset | None = None,
 ) -> str:
-    """Gives the model the weights of the best checkpoint of `run`, and returns what to say of them: a line, and one for
-    each table of which few rows could be matched. With the tower's `optimizer`, its state and that of the tables' are
-    taken over as well. `earlier`: the dataset of `run`, if it is loaded. Collective. Raises ValueError on every rank if
-    `run` is not a run directory or has no intact checkpoint, if its dataset is missing or changed or has none of the
-    items, if its weights do not fit, or if it was trained on what is held out now.
+    """Gives the model the weights of the best checkpoint of `run`, and returns a line to say of them. With the
+    tower's `optimizer`, its state and that of the tables' are taken over as well. `earlier`: the dataset of `run`, if
+    it is loaded. Collective. Raises ValueError on every rank if `run` is not a run directory or has no intact
+    checkpoint, if its dataset is missing or changed or has none of the items, if its weights do not fit, or if it was
+    trained on what is held out now.
     """
     saved, ranks, schema = load_saved(run, ranks=model.ranks), model.ranks, model.tower.schema
     on_all_ranks(partial(_require_fit, run, saved, config, model.tower), ranks)
     on_first_rank_at_length(partial(_require_unseen, run, saved.config, dataset, config, earlier), ranks)
     on_all_ranks(partial(_require_same_unit, run, dataset), ranks)
-    fresh, renamed = _fresh(saved.tower, model.tower), _renamed(saved.tower, model.tower)
-    taken_over = {renamed[name]: of for name, of in saved.tower.state_dict().items() if not name.startswith(fresh)}
-    own = model.tower.state_dict()
+    fresh, now_called, own = _fresh(saved.tower, model.tower), _by_feature(model.tower), model.tower.state_dict()
+    # By name of a weight of this model, what the other run calls it.
+    names = {now_called[of]: name for of, name in _by_feature(saved.tower).items() if not name.startswith(fresh)}
+    before = saved.tower.state_dict()
+    taken_over = {now: before[name] for now, name in names.items()}
     # What is added to a sum begins as nothing. A component does not: its L2 norm would magnify gradients at zero.
     component = f"{_MAPS['user']}{model.tower.query_tower.user_place}."
     new = {
@@ -73,8 +75,7 @@ def warm_start(
     model.tower.load_state_dict({**own, **new, **taken_over})
     if optimizer:
         on_all_ranks(partial(_require_states, run, saved, config, model), ranks)
-        kept = {now: name for name, now in renamed.items() if now in taken_over}
-        on_all_ranks(partial(_take_states, saved, model, optimizer, kept), ranks)
+        on_all_ranks(partial(_take_states, saved, model, optimizer, names), ranks)
     here = _Values(dataset.path, dataset.schema, dataset.kept)
     there = own_result(partial(_Values.of_run, run, saved.config.data, earlier), ranks)
     counts = on_all_ranks(partial(_take_rows, saved, there, here, model, optimizer is not None), ranks)
@@ -92,9 +93,10 @@ def warm_start(
     of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
     if added := ", ".join(feature for before, now in of_owners for feature in now if feature not in before):
         said += f"; new features: {added}"
-    return "\n".join(
-        [said, *on_first_rank_at_length(partial(_unlike, run, saved, there, here, schema, matched), ranks)]
-    )
+    # The row of unknown values is in every table.
+    if matched[ITEM] <= 1 and ITEM not in model.growing:
+        raise ValueError(f"{run} has none of the items of {here.path}; spell ids as {there.path} does")
+    return said
 
 
 def require_fit(first: Config, config: Config, schema: Schema) -> None:
@@ -103,9 +105,7 @@ def require_fit(first: Config, config: Config, schema: Schema) -> None:
         before, now = (Tower(each.model, model_schema(schema, each)) for each in (first, config))
     if not _fits(before, now):
         differences = _differences(first, config, before, now)
-        raise ValueError(
-            f"the weights of the run that is trained first would not fit: {differences}; set this alike for both runs"
-        )
+        raise ValueError(f"the weights of the run that is trained first would not fit: {differences}")
 
 
 _OWN = ("similarity.", "hindexer.")
@@ -138,10 +138,7 @@ def _require_fit(run: Path, saved: SavedModel, config: Config, tower: Tower) -> 
     path = fetch(saved.config.data.path)
     there = path / "dataset.json"
     if not there.is_file() or there.read_text(encoding="utf-8") != recorded_dataset(run):
-        raise ValueError(
-            f"{path}, the dataset of {run}, is missing or has changed, but its ids are needed to match rows; "
-            "restore it, and prepare the grown dataset into another directory"
-        )
+        raise ValueError(f"{path}, the dataset of {run}, is missing or has changed; its ids are needed to match rows")
     read_description(path)
     if not _fits(saved.tower, tower):
         differences = _differences(saved.config, config, saved.tower, tower)
@@ -149,18 +146,13 @@ def _require_fit(run: Path, saved: SavedModel, config: Config, tower: Tower) -> 
 
 
 def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config, earlier: Dataset | None) -> None:
-    if before.data.split != now.data.split:
-        raise ValueError(
-            f"{run} has data.split {before.data.split}, so it may have been trained on what is held out now; "
-            f"give --data.split {before.data.split}"
-        )
-    was, wanted = ((list(of.data.targets), conditions_of(of.data.negatives)) for of in (before, now))
-    if now.data.split == "leave-one-out" and was != wanted:
-        name, value = ("targets", was[0]) if was[0] != wanted[0] else ("negatives", was[1])
-        raise ValueError(
-            f"{run} has data.{name} {value}, so it may have been trained on what is held out now; give the same "
-            f"--data.{name}, or --data.split time to both"
-        )
+    was, wanted = (
+        {"split": of.data.split, "targets": of.data.targets, "negatives": conditions_of(of.data.negatives)}
+        for of in (before, now)
+    )
+    for name in was if now.data.split == "leave-one-out" else ("split",):
+        if was[name] != wanted[name]:
+            raise ValueError(f"{run} has data.{name} {was[name]}, so it may have been trained on what is held out now")
     if now.data.split == "time":
         path = fetch(before.data.path)
         if earlier is None:
@@ -168,8 +160,7 @@ def _require_unseen(run: Path, before: Config, dataset: Dataset, now: Config, ea
         trained_to = _held_out_since(before, earlier)
         if trained_to > (since := _held_out_since(now, dataset)):
             raise ValueError(
-                f"{run} was trained on the actions before time {trained_to}, but those from {since} on are held out "
-                "now; give a run that was trained on earlier ones alone, or a smaller --data.held-out"
+                f"{run} was trained on the actions before time {trained_to}; held out now are those from {since} on"
             )
     elif now.data.validation and not before.data.validation:
         raise ValueError(f"{run} was trained on the validation actions, which are held out now; give the run before it")
@@ -181,10 +172,7 @@ def _require_same_unit(run: Path, dataset: Dataset) -> None:
     times = (json.loads(text).get("times") for text in (recorded_dataset(run), dataset.description()))
     before, now = (UNIT_NAMES.get(str(of.get("unit"))) if isinstance(of, dict) else None for of in times)
     if before and now and before != now:
-        raise ValueError(
-            f"the times of {run} are in {before}, and those of {dataset.path} in {now}; prepare both from times in the "
-            "same unit"
-        )
+        raise ValueError(f"the times of {run} are in {before}, and those of {dataset.path} in {now}")
 
 
 def _held_out_since(config: Config, dataset: Dataset) -> int:
@@ -194,37 +182,39 @@ def _held_out_since(config: Config, dataset: Dataset) -> int:
 
 
 def _shapes(tower: Tower) -> dict[str, object]:
-    weights = {name: weight.shape for name, weight in tower.state_dict().items()}
-    return weights | {table.name: table.dim for table in tower.schema.tables}
+    return {name: weight.shape for name, weight in tower.state_dict().items()}
 
 
 def _fits(before: Tower, now: Tower) -> bool:
     """Whether a tower can take over the other's weights, whatever its similarity is and whichever features it has
     besides: shapes are the same, and what shapes do not tell. Heads divide a width."""
     features = zip(_features(before).values(), _features(now).values(), strict=True)
-    if any(set(were) - set(are) for were, are in features):
-        return False
-    renamed = _renamed(before, now)
-    old = {renamed.get(name, name): of for name, of in _shapes(before).items() if not name.startswith(_OWN)}
-    new = {name: of for name, of in _shapes(now).items() if not name.startswith(_OWN)}
-    tables = {table.name for table in now.schema.tables}
-    added = {name for name in new.keys() - old.keys() if name in tables or name.startswith(_PLACED)}
+    old, new = (
+        {of: _shapes(tower)[name] for of, name in _by_feature(tower).items() if not name.startswith(_OWN)}
+        for tower in (before, now)
+    )
+    dims = [{table.name: table.dim for table in tower.schema.tables} for tower in (before, now)]
     heads = [getattr(tower.config.encoder, "heads", 1) for tower in (before, now)]
-    return old == {name: of for name, of in new.items() if name not in added} and heads[0] == heads[1]
+    return (
+        all(set(were) <= set(are) for were, are in features)
+        and old.items() <= new.items()
+        and all(name.startswith(_PLACED) for name in new.keys() - old.keys())
+        and dims[0].items() <= dims[1].items()
+        and heads[0] == heads[1]
+    )
 
 
-def _renamed(before: Tower, now: Tower) -> dict[str, str]:
-    """By name of a weight of a tower, what it is called in one that has its features, too, at other places."""
-    old, new = _features(before), _features(now)
-
-    def now_called(name: str) -> str:
+def _by_feature(tower: Tower) -> dict[str, str]:
+    """The names of a tower's weights, by names that have a feature in place of its number."""
+    features, names = _features(tower), {}
+    for name in tower.state_dict():
+        of = name
         for owner, maps in _MAPS.items():
             if name.startswith(maps):
                 place, _, rest = name.removeprefix(maps).partition(".")
-                return f"{maps}{new[owner].index(old[owner][int(place)])}.{rest}"
-        return name
-
-    return {name: now_called(name) for name in before.state_dict()}
+                of = f"{maps}{features[owner][int(place)]}.{rest}"
+        names[of] = name
+    return names
 
 
 def _features(tower: Tower) -> dict[str, list[str]]:
@@ -254,8 +244,7 @@ def _differences(before: Config, now: Config, old_tower: Tower, new_tower: Tower
     ]
     if unused and before.model.features != now.model.features:
         unused.append(f"that run has --model.features {' '.join(before.model.features)}")
-    said += unused
-    return "; ".join(said)
+    return "; ".join([*said, *unused])
 
 
 def _require_states(run: Path, saved: SavedModel, config: Config, model: ParallelModel) -> None:
@@ -268,8 +257,7 @@ def _require_states(run: Path, saved: SavedModel, config: Config, model: Paralle
     for name, optimizer in before.items():
         if now[name] != optimizer:
             raise ValueError(
-                f"{run} has {name}.optimizer {optimizer}, and this run {now[name]}, so the states do not go on: give "
-                f"--{name}.optimizer {optimizer}, or --warm-start {run} in place of --continue"
+                f"{run} has {name}.optimizer {optimizer}, and this run {now[name]}: --continue needs the same"
             )
 
 
@@ -325,15 +313,6 @@ class _Values:
             at_R = pc.index_in(wanted, value_set=array).fill_null(-1).to_numpy()
             row_R = np.where(at_R >= 0, at_R + first, row_R)
         return row_R
-
-    def example(self, table: str, others: "_Values") -> str:
-        """Returns the first value that is not "" and that the others lack, cut to 40 letters."""
-        for _, array in self.blocks(table):
-            named = array.filter(pc.not_equal(array, ""))
-            new_N = np.flatnonzero(others.rows(table, pa.chunked_array([named])) < 0)
-            if len(new_N):
-                return str(named[int(new_N[0])])[:40]
-        return ""
 
 
 def _take_rows(saved: SavedModel, there: _Values, here: _Values, model: ParallelModel, states: bool) -> dict[str, int]:
@@ -404,32 +383,3 @@ def _inherited(saved: SavedModel, name: str, growing: GrowingTable, here: _Value
     inherited_R[row_N] = np.where(row_N > 0, saved.rows_of(name, were[0].id), 0)
     inherited_R[0] = 0
     return inherited_R
-
-
-FEW = 0.5
-"""Share of the smaller of two tables below which the values that they have in common are called few."""
-
-
-def _unlike(
-    run: Path, saved: SavedModel, there: _Values, here: _Values, schema: Schema, matched: Mapping[str, int]
-) -> list[str]:
-    """Returns a line for each table that has few values in common with the other run's, which are spelled in another
-    way perhaps; ValueError if no item is in common. `matched`: of each table, the rows that the other run had. Tables
-    whose rows pass from value to value have those that there is room for."""
-    lines = []
-    rows_before = {table.name: table.rows for table in saved.tower.schema.tables if not table.values}
-    for table in schema.tables:
-        # The row of unknown values is in every table.
-        name, common, own = table.name, matched[table.name] - 1, table.rows - 1
-        if table.values or name not in rows_before or common >= FEW * min(own, rows_before[name] - 1):
-            continue
-        what = "id" if name in (ITEM, USER) else "value"
-        examples = f"a new {what}: {here.example(name, there)!r}, one of the other run: {there.example(name, here)!r}"
-        if name == ITEM and not common:
-            raise ValueError(
-                f"{run} has none of the {own:,} items of {here.path} ({examples}); spell ids as {there.path} does, or "
-                "train without a warm start"
-            )
-        count = f"{common:,} of {own:,} {what}s are those" if common else f"none of {own:,} {what}s is one"
-        lines.append(f"warm start: table {name}: {count} of the other run ({examples}); the rest starts as in any run")
-    return lines

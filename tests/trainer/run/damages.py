@@ -114,7 +114,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a missing file": lambda step: (step / PART).unlink(),
     "a damaged manifest": lambda step: flip(step / manifest.MANIFEST),
     "no manifest": lambda step: (step / manifest.MANIFEST).unlink(),
-    "an edited manifest": set_("examples", -1),
+    "an edited manifest": set_("files", {}),
 }
 AMOUNT = pytest.mark.parametrize("amount", [1, pytest.param(20, marks=pytest.mark.slow)])
 

@@ -321,16 +321,9 @@ def test_it_trains_and_resumes_as_without_an_interruption(
     assert losses_of(tmp_path / "whole") != losses_of(tmp_path / "cold")
 
 
-def test_a_dataset_that_has_not_grown_is_said(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(going_on(first, first.parent / "old", {"train.epochs": 1}), tmp_path / "second")
-    said = capsys.readouterr().err
-    assert "no user has new actions: --data.path gives a dataset that has grown\n" in said
-    assert "trains on no others" not in said
-
-
 def test_another_optimizer_is_refused(first: Path, tmp_path: Path) -> None:
     config = going_on(first, first.parent / "new", {"tables.optimizer": "sgd"})
-    with pytest.raises(ValueError, match=r"has tables.item.optimizer adam, and this run sgd, so the states do not go"):
+    with pytest.raises(ValueError, match=r"has tables\.item\.optimizer adam, and this run sgd"):
         train(config, tmp_path / "second")
 
 

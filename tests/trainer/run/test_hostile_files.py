@@ -8,7 +8,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
-from operator import itemgetter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 from damages import PART, newest, resume, rewrite, steps, told
 from safetensors.torch import save_file
-from sampling import one_of_each
 
 from logitmix.common import plugins
 from logitmix.common.checked import entry_of
@@ -31,7 +30,7 @@ from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import manifest, tensor_files
-from logitmix.trainer.run.folder import read_config, read_schema
+from logitmix.trainer.run.folder import read_config
 from logitmix.trainer.run.metrics import read_rows
 
 
@@ -56,29 +55,22 @@ def hostile(kind: str, canary: Path) -> bytes:
     return pickle.dumps(attack, protocol=int(kind))
 
 
-KINDS = ("0", "2", "4", "5", "zip", "legacy", "npy")
+KINDS = ("4", "zip", "legacy", "npy")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_hostile_files_would_run_code(tmp_path: Path, kind: str) -> None:
-    content = hostile(kind, tmp_path / "canary")
+    stream = io.BytesIO(hostile(kind, tmp_path / "canary"))
     if kind == "npy":
-        np.load(io.BytesIO(content), allow_pickle=True)
-    elif kind in ("zip", "legacy"):
-        torch.load(io.BytesIO(content), weights_only=False)
+        np.load(stream, allow_pickle=True)
     else:
-        pickle.loads(content)
+        (pickle.load if kind == "4" else partial(torch.load, weights_only=False))(stream)
     assert (tmp_path / "canary").exists()
 
 
 PLACES = (PART, "checkpoint.json", ".metadata", "__0_0.distcp", "config.toml", "dataset.json", "metrics.jsonl")
-HOSTILE = [
-    (place, kind)
-    for place in PLACES
-    for kind in KINDS
-    if place in (PART, "checkpoint.json", ".metadata") or kind in "4"
-]
-HOSTILE += [("header", kind) for kind in KINDS] + [("results.json", "2"), ("plan.json", "2"), ("another part", "2")]
+HOSTILE = [(place, "4") for place in PLACES] + [(PART, kind) for kind in KINDS]
+HOSTILE += [(place, "4") for place in ("header", "results.json", "plan.json", "another part")]
 
 
 def place_hostile(run: Path, place: str, attack: bytes) -> None:
@@ -104,7 +96,7 @@ def place_hostile(run: Path, place: str, attack: bytes) -> None:
         rewrite(step, add)
 
 
-@pytest.mark.parametrize(("place", "kind"), one_of_each(HOSTILE, itemgetter(0), itemgetter(1)))
+@pytest.mark.parametrize(("place", "kind"), sorted({*HOSTILE}))
 def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: str) -> None:
     """In a checkpoint with digests made anew, or in a run's other files; train, evaluate and export."""
     canary, config = tmp_path / "canary", read_config(run)
@@ -126,7 +118,6 @@ def test_nothing_hostile_runs_code(run: Path, tmp_path: Path, place: str, kind: 
 
 COMMANDS = [
     "evaluate {run}",
-    "evaluate {run} --processes 1 --split validation",
     "export {run} --out {out}",
     "export {run} --delta-from {served} --out {out}",
     "recommend {run} --out {out}.csv",
@@ -135,7 +126,6 @@ COMMANDS = [
     "train --refit {run}",
     "train auto --data.path {data} --run {out} --continue {run}",
     "train demo-mol --data.path {data} --run {out} --warm-start {run}",
-    "train auto --data.path {data} --run {run}",
 ]
 
 
@@ -208,17 +198,16 @@ def test_a_report_of_a_run_imports_nothing(
 
 def test_no_export_or_dataset_imports_what_it_names(naming: dict[str, Path], tmp_path: Path) -> None:
     """A file within it, and a module that is there."""
-    needed = {"within.py": "0", "beside_it": "1.0"}
     for folder, file, reader, format in (
         (naming["served"], "manifest.json", Retriever.load, MANIFEST_FORMAT),
         (naming["data"], "dataset.json", load_dataset, DATASET_FORMAT),
     ):
         folder = Path(shutil.copytree(folder, tmp_path / file / folder.name))
-        for name, number in needed.items():
-            shutil.copy(naming["run"] / "within.py", folder)
-            content = json.loads((folder / file).read_text()) | {"plugins": {name: number}}
+        shutil.copy(naming["run"] / "within.py", folder)
+        for name in ("within.py", "beside_it"):
+            content = json.loads((folder / file).read_text()) | {"plugins": {name: "1.0"}}
             (folder / file).write_text(format.text(content))
-            with contextlib.chdir(folder), told(f"{folder} needs the plugin {name} ({number}): "):
+            with contextlib.chdir(folder), told(f"{folder} needs the plugin {name} (1.0): "):
                 reader(folder)
     assert not (tmp_path / "canary").exists() and "beside_it" not in sys.modules
 
@@ -234,36 +223,13 @@ def test_a_header_beyond_reason_is_not_parsed(run: Path, monkeypatch: pytest.Mon
         resume(run)
 
 
-def test_a_tensor_in_very_many_pieces_is_checked_in_no_time(tmp_path: Path) -> None:
-    """Each with each other in Python would take more than an hour for as many as a header can have."""
-    count, lines = 1000, 0
-    file = tensor_files.TensorFile({"rows": [tensor_files.Rectangle((n, 0), torch.zeros(1, 1)) for n in range(count)]})
-    (tmp_path / "part").write_bytes(b"".join(file.parts()))
-    saved = tensor_files.SavedTensors([tmp_path / "part"])
-
-    def line(*_: object) -> Any:
-        nonlocal lines
-        lines += 1
-        return line
-
-    before = sys.gettrace()
-    sys.settrace(line)
-    try:
-        saved.check({"rows": tensor_files.Kind(torch.float32, (count, 1))})
-    finally:
-        sys.settrace(before)
-    assert lines < 100 * count
-
-
 STEP = "checkpoints/step-12"
 
 
-@pytest.mark.parametrize(
-    "name", ["config.toml", "dataset.json", "metrics.jsonl", f"{STEP}/{PART}", f"{STEP}/checkpoint.json"]
-)
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", f"{STEP}/{PART}", f"{STEP}/checkpoint.json"])
 def test_a_pipe_in_place_of_a_file_is_named_and_does_not_block(run: Path, name: str) -> None:
     (run / name).unlink()
     os.mkfifo(run / name)
-    readers = {"metrics.jsonl": read_rows, "config.toml": read_config, "dataset.json": read_schema}
+    readers = {"metrics.jsonl": read_rows, "config.toml": read_config}
     with told(f"{run / name} is a pipe, not a file"):
         readers.get(name, lambda run: resume(run, {"train.on_damage": "stop"}))(run)

@@ -14,7 +14,7 @@ from logitmix.trainer.config import dump_toml
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.run import folder
 from logitmix.trainer.run.checksums import checksum_rows, sync_rows
-from logitmix.trainer.run.folder import checkpoint_paths, read_code, read_config, run_lock, start_run
+from logitmix.trainer.run.folder import read_code, read_config, run_lock, start_run
 from logitmix.trainer.run.metrics import append_row, keep_rows, read_rows, still_rising
 
 
@@ -38,14 +38,11 @@ def test_rows_after_the_checkpoint_and_a_line_cut_short_are_dropped(tmp_path: Pa
 
 def test_rows_of_an_evaluation_that_is_made_again_are_dropped(tmp_path: Path) -> None:
     """Those of a checkpoint that was saved before it was evaluated."""
-    for step in (5, 10):
-        for kind in ("train", "peeked", "validation", "skipped"):
-            append_row(tmp_path, kind, step, {})
-    keep_rows(tmp_path, 10, evaluated=True)
-    assert len(read_rows(tmp_path)) == 8
-    keep_rows(tmp_path, 10, evaluated=False)
-    of_step_10 = [row["kind"] for row in read_rows(tmp_path) if row["step"] == 10]
-    assert len(read_rows(tmp_path)) == 6 and of_step_10 == ["train", "skipped"]
+    for kind in ("train", "peeked", "validation", "skipped"):
+        append_row(tmp_path, kind, 10, {})
+    for evaluated, kept in ((True, ["train", "peeked", "validation", "skipped"]), (False, ["train", "skipped"])):
+        keep_rows(tmp_path, 10, evaluated)
+        assert [row["kind"] for row in read_rows(tmp_path)] == kept
 
 
 def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
@@ -65,23 +62,6 @@ def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
     file.write_bytes(whole.replace(b"5", b"\0", 1))
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged \(its SHA-256"):
         keep_rows(tmp_path, 0)
-
-
-def test_noted_rows_outlast_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, on_disk = tmp_path / "metrics.jsonl", 0
-
-    def fsync(descriptor: int) -> None:
-        nonlocal on_disk
-        if os.path.samestat(os.fstat(descriptor), file.stat()):
-            on_disk = file.stat().st_size
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    for step in (1, 2, 3):
-        append_row(tmp_path, "train", step, {"loss": 0.5})
-        if step < 3:
-            checksum_rows(tmp_path)
-    os.truncate(file, on_disk)
-    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2]
 
 
 def test_the_file_of_rows_outlasts_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,27 +101,6 @@ def test_a_command_that_looks_whether_a_run_is_trained_keeps_no_job_out(
             pass
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_the_lock_of_a_job_that_fails_meanwhile_is_not_taken(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, anew: bool
-) -> None:
-    """It is removed; a third job may have begun anew."""
-    path = tmp_path / "run" / ".lock"
-    path.parent.mkdir()
-    with path.open("w") as failing:
-        fcntl.flock(failing, fcntl.LOCK_EX)
-
-        def fail(seconds: float) -> None:
-            path.unlink(missing_ok=True)
-            if anew:
-                path.touch()
-            fcntl.flock(failing, fcntl.LOCK_UN)
-
-        monkeypatch.setattr(time, "sleep", fail)
-        with pytest.raises(ValueError, match=r"^another job is training .*/run;"), run_lock(path.parent, ranks):
-            pass
-
-
 def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: Path, ranks: Ranks) -> None:
     run, data = tmp_path / "run", write_dataset(tmp_path / "data")
     dataset, config = load_dataset(data), small_config(data)
@@ -157,7 +116,7 @@ def test_a_run_with_checkpoints_goes_on_with_its_settings_and_dataset(tmp_path: 
     start_run(run, longer, dataset, ranks)
     assert read_config(run) == longer
     other = load_dataset(write_dataset(tmp_path / "other", users=50))
-    with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with: compare its dataset"):
+    with pytest.raises(ValueError, match=r"other is not the dataset that .*run began with"):
         start_run(run, longer, other, ranks)
 
 
@@ -175,10 +134,9 @@ def test_a_run_that_goes_on_with_other_code_says_so(
     (run / "checkpoints/step-3").mkdir()
     assert start_run(*given) == ""
     monkeypatch.setattr(folder, "code", code)
-    assert start_run(*given) == (
-        f"{run} goes on with other code than before: the version of torch was 9, is {code()['the version of torch']}; "
-        "a.py of logitmix was f00, is not set; b.py of logitmix was f00, is not set; and 2 more"
-    )
+    said = start_run(*given)
+    assert said.startswith(f"{run} goes on with other code than before: the version of torch was 9, is ")
+    assert said.endswith("(5 differences)")
     assert start_run(*given) == "" and read_code(run) == code()
     (run / "code.json").unlink()
     assert start_run(*given) == f"{run} has no code.json: whether it began with this code is not known"
@@ -188,7 +146,6 @@ def test_a_run_that_goes_on_with_other_code_says_so(
     ("schedule", "name", "before", "now", "said"),
     [
         ("cosine", "minutes", 5.0, 9.0, r"other settings: train\.minutes was 5\.0, is 9\.0; use another run directory"),
-        ("wsd", "minutes", 5.0, 0.0, r"other settings: train\.minutes was 5\.0, is 0\.0; use another run directory"),
         ("linear", "minutes", 0.0, 9.0, ""),
         ("constant", "minutes", 5.0, 9.0, ""),
         ("cosine", "epochs", 2, 9, r"other settings: train\.epochs was 2\.0, is 9\.0; use another run directory"),
@@ -209,23 +166,14 @@ def test_rates_that_have_fallen_do_not_rise_again(
     assert read_config(tmp_path) == (earlier if said else later)
 
 
-def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    for name in ("step-10", "step-9", ".step-11.0123abcd.part"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert [path.name for path in checkpoint_paths(tmp_path)] == ["step-9", "step-10"]
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ([], ""),
-        ([0.1], ""),
-        ([0.1, 0.1], ""),
         ([0.1, 0.3, 0.2], ""),
         ([0.1, 0.3, 0.4], "(0.3000 -> 0.4000 over the last 2 of 3 evaluations)"),
         # Of 20, the last two have the best one, and are better than the two before them.
         ([*[0.1] * 16, 0.2, 0.2, 0.5, 0.4], "(0.2000 -> 0.4000 over the last 3 of 20 evaluations)"),
-        ([*[0.1] * 16, 0.4, 0.4, 0.5, 0.1], ""),
         ([*[0.1] * 16, 0.2, 0.5, 0.4, 0.4], ""),
     ],
 )

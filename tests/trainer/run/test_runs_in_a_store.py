@@ -2,14 +2,12 @@
 have a cache each. tests/integration/test_s3.py has the commands on S3."""
 
 import concurrent.futures
-import errno
 import fcntl
 import json
 import os
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -18,37 +16,29 @@ from typing import Any
 
 import pytest
 from damages import PART, SETTINGS
-from small_data import a_model, catalog_of, interrupted, small_config, write_dataset
+from small_data import a_model, small_config, write_dataset
 from stores import Memory
 from waiting import until
 
-from logitmix.comm import collectives
 from logitmix.comm.process_group import _Place, process_group
-from logitmix.common import storage
 from logitmix.common.files import file_digest
 from logitmix.common.messages import shown
-from logitmix.common.storage import fetch, fetch_run, path_of, push
+from logitmix.common.storage import fetch_run, path_of, push
 from logitmix.launch.processes import Stopped
 from logitmix.serving import live
-from logitmix.serving.directory.reader import read_manifest
 from logitmix.serving.live import LiveExport
 from logitmix.serving.programs import load_program
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer import api, cli
-from logitmix.trainer.commands import options
-from logitmix.trainer.commands.report_page import write_report
+from logitmix.trainer import api
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.export import export as exporting
-from logitmix.trainer.export import update as updating
 from logitmix.trainer.logs.telemetry import Telemetry
 from logitmix.trainer.loop import train
 from logitmix.trainer.prepare import prepare as preparing
-from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
 from logitmix.trainer.run.folder import checkpoint_paths, require_one_host, run_lock
 from logitmix.trainer.run.metrics import RunProgress, read_rows
-from logitmix.trainer.run.results import read_results, read_test_users
 from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.run.stages import final_run
 
@@ -155,20 +145,7 @@ def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_uploads_in_the_background(bucket: Memory, local: Path, step_by_step: None) -> None:
-    threads: dict[str, str] = {}
-
-    def watch(number: int, name: str, file: str) -> bool:
-        if name == "put_file":
-            threads.setdefault(file.removeprefix("/bucket/runs/a/"), threading.current_thread().name)
-        return False
-
-    with bucket.watched(watch):
-        train(config(**{"train.save_in_background": True}), path_of(RUN))
-    assert [threads[f"checkpoints/step-{step}/{PART}"].partition("_")[0] for step in (4, 8, 12)] == [
-        "upload",
-        "upload",
-        "MainThread",
-    ]
+    train(config(**{"train.save_in_background": True}), path_of(RUN))
     bucket.host("elsewhere")
     ended_as(local / "run", fetch_run(RUN))
 
@@ -220,82 +197,17 @@ def saved(saver: Saver) -> list[str]:
 def test_an_upload_that_fails_drops_no_checkpoint(
     memory: Memory, savers: Callable[..., Saver], capsys: pytest.CaptureFixture[str], goes_on: bool
 ) -> None:
-    """Neither that which is written meanwhile, nor that which is saved next."""
     settings = {"train.keep": 3, "train.on_save_failure": "continue" if goes_on else "stop"}
     saver, said = savers(**settings), f"{RUN} could not be written (the store is gone); what it lacks is in"
-    with memory.watched(lambda *_: True):
-        for step in (1, 2):
-            saver.save(RunProgress(step), wait=False)
-        assert saver._upload and saver._pending
-        concurrent.futures.wait([saver._upload])
-    with nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
-        assert saver.save(RunProgress(3))
-    assert capsys.readouterr().err.count(said) == goes_on
-    assert saved(saver) == ["step-1", "step-2", "step-3"]
-
-
-def test_a_step_that_cannot_be_saved_does_not_hide_an_upload_that_fails(
-    memory: Memory, savers: Callable[..., Saver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = savers(**{"train.on_save_failure": "continue"})
     with memory.watched(lambda *_: True):
         saver.save(RunProgress(1), wait=False)
         while not saver._upload:
             saver.poll()
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
-        assert not saver.save(RunProgress(2))
-    full, gone = capsys.readouterr().err.splitlines()
-    assert full.startswith("no room for ") and gone.startswith(f"{RUN} could not be written (the store is gone)")
-
-
-@pytest.mark.parametrize("room", [2, 3])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_third_step_during_an_upload(
-    memory: Memory, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, wait: bool, fails: bool, room: int
-) -> None:
-    """It is on disk before the upload has ended, though it is waited for; or, where there is no room, once older ones
-    are removed, which is not during the upload. Nothing else is removed if the upload fails."""
-    saver, full, during = savers(), threading.Event(), []
-
-    def disk_usage(path: Path) -> Any:
-        has_room = len(saved(saver)) < room
-        if not has_room:
-            full.set()
-        return shutil._ntuple_diskusage(9**9, 0, has_room * 9**9)
-
-    def slow(*_: object) -> bool:
-        until(lambda: bool(during) or full.is_set() or len(saved(saver)) == 3)
-        during.append(saved(saver))
-        return fails
-
-    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    with memory.watched(slow):
-        # The second save begins the upload of the first step.
-        for step in (1, 2):
-            saver.save(RunProgress(step), wait=False)
-        with pytest.raises(OSError, match="the store is gone") if fails else nullcontext():
-            assert saver.save(RunProgress(3), wait)
-    assert during[0] == ["step-1", "step-2", "step-3"][:room]
-    assert saved(saver)[-1] == "step-3" and ("step-1" in saved(saver)) == (fails and room == 3)
-
-
-def test_a_step_whose_name_could_not_be_synced_is_uploaded(
-    memory: Memory, savers: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(path: Path) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    saver = savers(**{"train.on_save_failure": "continue"})
-    saver.save(RunProgress(1))
-    monkeypatch.setattr(saving, "sync", broken)
-    assert not saver.save(RunProgress(2))
-    said, folder = capsys.readouterr().err, saver.run / "checkpoints"
-    assert said == f"{folder}/step-2 is saved, but {folder} could not be updated (Input/output error)\n"
-    assert saved(saver) == ["step-2"]
-    assert {name for name in memory.files("bucket/runs/a") if "step" in name} == {
-        f"checkpoints/step-2/{name}" for name in ("checkpoint.json", PART)
-    }
+        concurrent.futures.wait([saver._upload])
+    with nullcontext() if goes_on else pytest.raises(OSError, match=re.escape(said)):
+        assert saver.save(RunProgress(2))
+    assert capsys.readouterr().err.count(said) == goes_on
+    assert saved(saver) == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize(("fails", "said"), [("put_file", RUN), ("", f"^{RUN} could not be read")])
@@ -353,7 +265,7 @@ def test_ranks_on_several_hosts_are_refused(bucket: Memory, local: Path, monkeyp
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     require_one_host(Path("runs/a"))
-    said = "is written by ranks on one host alone; with several hosts, give a directory"
+    said = "is written by ranks on one host alone"
     for write in (
         lambda: api.train("auto", RUN, {"data.path": DATA}),
         lambda: api.export(local / "run", EXPORT),
@@ -375,8 +287,7 @@ def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]
     """Refused where something is; an upload that fails leaves nothing that passes for a dataset, and is made up for."""
     with memory.watched(lambda number, name, file: file.endswith("items.parquet")), pytest.raises(OSError) as caught:
         api.prepare("demo", out=DATA)
-    said = f"{DATA} could not be written (the store is gone); what it lacks is in {path_of(DATA)}"
-    assert str(caught.value) == said
+    assert str(caught.value) == f"{DATA} could not be written (the store is gone); what it lacks is in {path_of(DATA)}"
     memory.host("elsewhere")
     with pytest.raises(ValueError, match=f"^an upload to {DATA} has not ended"):
         load_dataset(DATA)
@@ -384,12 +295,8 @@ def test_prepare_writes_there(memory: Memory, capsys: pytest.CaptureFixture[str]
     made = api.prepare("demo", out=DATA)
     memory.host("elsewhere")
     assert json.loads(load_dataset(DATA).description()) == made
-    memory.host("third")
     with pytest.raises(ValueError, match=f"^there is a dataset at {DATA} already; replace it with --overwrite"):
         api.prepare("demo", out=DATA)
-    other = api.prepare("demo", out=DATA, overwrite=True, seed=1)
-    memory.host("elsewhere")
-    assert json.loads(load_dataset(DATA).description()) == other != made
     memory.write("bucket/mine/notes.txt", b"mine")
     with pytest.raises(ValueError, match=r"^memory://bucket/mine exists and is not only a dataset"):
         api.prepare("demo", out="memory://bucket/mine", overwrite=True)
@@ -413,15 +320,13 @@ def test_nobody_fetches_between_writing_and_uploading(
 
         monkeypatch.setattr(module, name, checked)
 
-    put(write_dataset(tmp_path / "data", features=True), DATA)
-    train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
+    put(write_dataset(tmp_path / "data"), DATA)
+    train(config(**{"train.epochs": 1}), path_of(RUN))
     watch(exporting, "publish", path_of(EXPORT))
     api.export(RUN, EXPORT)
-    watch(updating, "_write", path_of(EXPORT))
-    updating.update_items(path_of(EXPORT), catalog_of(tmp_path, "item,brand\nnew-1,brand-1\n"))
     watch(preparing, "whole_directory", path_of(DATA))
     api.prepare("demo", out=DATA, overwrite=True)
-    assert held == ["publish", "_write", "whole_directory"]
+    assert held == ["publish", "whole_directory"]
 
 
 def test_a_run_that_is_taken_for_a_dataset_stays(bucket: Memory) -> None:
@@ -474,12 +379,6 @@ def test_a_server_takes_over_what_is_exported_there(
     api.export(RUN, EXPORT)
     bucket.host("server")
     said: list[str] = []
-    looked: list[str] = []
-
-    def look(path: Path) -> None:
-        looked.append(threading.current_thread().name)
-        fetch(path)
-
     monkeypatch.setattr(live, "STORE_SECONDS", 0.01)
     export = LiveExport(path_of(EXPORT), lambda line: said.append(shown(line)))
     before = export.retriever.rows(["item-1"], 3)
@@ -487,48 +386,11 @@ def test_a_server_takes_over_what_is_exported_there(
         until(lambda: len(done) > 3)
     assert not export.refresh()
     assert said == [f"no new export can be fetched: {EXPORT} could not be read (the store is gone)"]
-    monkeypatch.setattr(live, "fetch", look)
     bucket.host("elsewhere")
     exporting.export(fetch_run(RUN), path_of(EXPORT), overwrite=True, precision="bf16")
     until(export.refresh)
     assert said[-1].startswith("new export: ") and export.retriever.rows(["item-1"], 3) != before
-    assert read_manifest(export._directory)["sha256"] == export.retriever.digest
-    # Only there, where neither the server's end nor another process waits for the store.
-    assert set(looked) == {"store"}
-    # Another look would fetch what is removed next.
-    export._ended.set()
-    until(lambda: "store" not in {thread.name for thread in threading.enumerate()})
-    (export._directory / "tower.safetensors").unlink()
-    (export._directory / "manifest.json").touch()
-    assert not export.refresh() and said[-1].startswith(f"the new export is not used: {EXPORT}/tower.safetensors")
     export.release()
-
-
-def test_new_items_go_into_an_export_there(memory: Memory, tmp_path: Path) -> None:
-    put(write_dataset(tmp_path / "data", features=True), DATA)
-    train(config(**{"train.epochs": 1, "model.item_id_dropout": 0.1, "model.features": ["brand"]}), path_of(RUN))
-    api.export(RUN, EXPORT)
-    catalog = catalog_of(tmp_path, "item,brand\nnew-1,brand-1\n")
-    memory.host("elsewhere")
-    with memory.watched(lambda number, name, file: name == "put_file"), pytest.raises(OSError, match=EXPORT):
-        updating.update_items(path_of(EXPORT), catalog)
-    assert updating.update_items(path_of(EXPORT), catalog)["unchanged"] == 1
-    memory.host("third")
-    assert Retriever.load(EXPORT).num_items == 51
-
-
-def test_compare_and_report(bucket: Memory, tmp_path: Path) -> None:
-    compared = "memory://bucket/compared"
-    api.compare(DATA, compared, minutes=0.002, methods=["dot"])
-    bucket.host("elsewhere")
-    found = api.compare(DATA, compared, minutes=0.002, methods=["dot"])
-    assert found["dataset"] == DATA
-    run = fetch_run(compared) / "dot"
-    assert f'path = "{DATA}"' in (run / "config.toml").read_text()
-    for name in ("dot", "popularity"):
-        assert len(read_test_users(fetch_run(compared) / name)) == found["users"]
-    write_report([fetch_run(f"{compared}/dot")], tmp_path / "report.html")
-    assert f"{compared}/dot" in (tmp_path / "report.html").read_text()
 
 
 def test_a_warm_start_from_there(bucket: Memory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -536,60 +398,3 @@ def test_a_warm_start_from_there(bucket: Memory, capsys: pytest.CaptureFixture[s
     bucket.host("elsewhere")
     train(config(**{"train.epochs": 1, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
     assert f"warm start from {RUN}, step 4" in capsys.readouterr().err
-
-
-def test_a_run_that_is_trained_first_there(bucket: Memory, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"train.epochs": 1, "start.train.epochs": 2, "train.refit": True}
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("logitmix.trainer.loop.warm_start", interrupted)
-        train(config(**settings), path_of(RUN))
-    bucket.host("elsewhere")
-    train(config(**settings), path_of(RUN))
-    assert f"warm start from {RUN}/start, step" in capsys.readouterr().err
-    bucket.host("a third one")
-    run = fetch_run(RUN)
-    assert load_saved(final_run(run)).step == read_results(run / "refit")["step"]
-    assert load_saved(run / "refit" / "start").step in (4, 8)
-    assert [[row["step"] for row in read_rows(of, "validation")] for of in (run / "start", run)] == [[4, 8], [0, 4]]
-
-
-def test_a_refit_there(bucket: Memory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    train(config(**{"train.epochs": 1}), path_of(RUN))
-    ranks: list[list[str]] = []
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(options, "run_ranks", lambda words, *_, **__: ranks.append(words))
-        cli.main(["train", "--refit", RUN, "--processes", "2"])
-    # They say how to go on.
-    assert ranks == [["train", "--refit", RUN, "--processes", "2"]]
-    capsys.readouterr()
-    cli.main(["train", "--refit", RUN])
-    said = capsys.readouterr().err
-    assert said.startswith(f"training {RUN}/config.toml on {DATA} with 1 process, run directory {RUN}\n")
-    bucket.host("elsewhere")
-    assert load_saved(final_run(fetch_run(RUN))).step == 4
-
-
-def test_what_one_rank_fetches_the_others_wait_for_at_length(
-    bucket: Memory, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process of the host may hold a copy for longer than the ranks wait for each other otherwise."""
-    put(local / "run", RUN)
-    acts, waits, acting, held = collectives._outcome, storage._Copy.locked, [False], []
-
-    def outcome(action: Callable[[], Any]) -> Any:
-        acting[0] = True
-        try:
-            return acts(action)
-        finally:
-            acting[0] = False
-
-    def locked(copy: Any) -> Any:
-        assert not acting[0], copy.url
-        held.append(copy.url)
-        return waits(copy)
-
-    monkeypatch.setattr(collectives, "_outcome", outcome)
-    monkeypatch.setattr(storage._Copy, "locked", locked)
-    train(config(**{"train.epochs": 1, "train.refit": True, "warm_start": RUN}), path_of("memory://bucket/runs/b"))
-    api.export("memory://bucket/runs/b", EXPORT)
-    assert {RUN, EXPORT} <= set(held)
