@@ -9,12 +9,8 @@ need not be able to run it. Put the environment's bin folder first in PATH (or a
 
 # No functions: torchx takes each that it finds here for a component.
 import dataclasses
-import importlib.metadata
-import importlib.util
-import os
 import random
 import re
-import sys
 from argparse import ArgumentParser
 from pathlib import PurePath
 
@@ -34,20 +30,10 @@ _COMMAND_LINE.add_argument("--train.stop-seconds", "--train.stop_seconds", dest=
 
 _TORCHRUN = "torchrun --rdzv_backend c10d --rdzv_endpoint localhost:0 "
 """How dist.ddp starts the processes of one node."""
-_SCHEDULER = ("-s", "--scheduler")
 _TORCHRUN_OF_ONE_HOST = "python -P -m logitmix.launch.torchrun "
 
 PORTS = range(20000, 30000)
 """Of the rendezvous of several nodes: below those that Linux gives to connections."""
-PASSED_ON = ("NCCL_", "TORCH_NCCL_", "GLOO_SOCKET_IFNAME")
-"""Beginnings of the environment variables that a job gets from the shell that submits it."""
-PACKAGES = {
-    "aws_batch": ("boto3", "aws_batch"),
-    "kubernetes": ("kubernetes", "kubernetes"),
-    "kubernetes_mcad": ("kubernetes", "kubernetes"),
-    "ray": ("ray", "ray"),
-}
-"""By scheduler, the package that torchx imports for it, and the extra of torchx that installs a version that fits."""
 SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 """Names of environment variables whose values are no one else's business."""
 LAUNCHER_SECONDS = 30
@@ -66,21 +52,16 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
     """Seconds that the ranks have to save, which the job gets as train.stop_seconds."""
     secrets: List[str] = dataclasses.field(default_factory=list)
     """Names of Kubernetes's secrets, whose keys become environment variables."""
-    host_network: bool = False
-    lock_memory: bool = False
-    inherited: List[str] = dataclasses.field(default_factory=list)
-    """Names of the environment variables of PASSED_ON."""
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
         if scheduler in FORGETFUL:
             self._require_mount()
+        if self.secrets and scheduler != "kubernetes":
+            raise SystemExit("logitmix.train: --env_from_secret names secrets of Kubernetes, and needs -s kubernetes")
         if scheduler == "slurm":
             for replica in dryrun_info.request.replicas.values():
                 # To the processes of the job, before a limit of time, whoever sets it.
                 replica.sbatch_opts["signal"] = f"TERM@{self.grace + 2 * LAUNCHER_SECONDS}"
-                # srun passes the shell's variables on by itself, and splits at commas those that it is told.
-                for name in self.inherited:
-                    replica.env.pop(name, None)
         if scheduler == "kubernetes":
             self._require_no_secret_in_the_clear()
             for task in dryrun_info.request.resource["spec"]["tasks"]:
@@ -107,16 +88,11 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
 
     def _amend(self, pod: Any) -> None:
         """Gives a pod of Kubernetes what torchx has no words for."""
-        from kubernetes.client.models import V1Capabilities, V1EnvFromSource, V1SecretEnvSource
+        from kubernetes.client.models import V1EnvFromSource, V1SecretEnvSource
 
         pod.termination_grace_period_seconds = self.grace + 2 * LAUNCHER_SECONDS
         for container in pod.containers:
             container.env_from = [V1EnvFromSource(secret_ref=V1SecretEnvSource(name=name)) for name in self.secrets]
-        if self.host_network:
-            pod.host_network, pod.dns_policy = True, "ClusterFirstWithHostNet"
-        if self.lock_memory:
-            for container in pod.containers:
-                container.security_context.capabilities = V1Capabilities(add=["IPC_LOCK"])
 
 
 def train(
@@ -135,9 +111,6 @@ def train(
     grace: int = 600,
     env_from_secret: Optional[List[str]] = None,
     port: int = 0,
-    devices: Optional[Dict[str, str]] = None,
-    host_network: bool = False,
-    lock_memory: bool = False,
 ) -> specs.AppDef:
     """Starts `logitmix train ARGS` on every process of a job, with torchrun. What they say is shown, and kept in the
     run directory, in logs/, unless that is a URL.
@@ -159,17 +132,7 @@ def train(
             minute more before the limit of time, and a pod of Kubernetes is given a minute more
         env_from_secret: Kubernetes: names of secrets, each key of which becomes an environment variable of the job
         port: of the rendezvous of several nodes; 0 takes one by chance, so that jobs can share a host
-        devices: named devices of a node, as Kubernetes and AWS Batch know them, such as rdma/hca=1,…
-        host_network: Kubernetes: the pods use the network of their hosts, as RDMA may need it
-        lock_memory: Kubernetes: the pods may lock memory (IPC_LOCK), which RDMA needs
     """
-    scheduler = next((sys.argv[at + 1] for at in range(len(sys.argv) - 1) if sys.argv[at] in _SCHEDULER), "")
-    if scheduler in PACKAGES and importlib.util.find_spec(PACKAGES[scheduler][0]) is None:
-        package, extra = PACKAGES[scheduler]
-        fitting = f"torchx[{extra}]=={importlib.metadata.version('torchx')}"
-        raise SystemExit(f"logitmix.train: torchx needs {package} for {scheduler}: pip install '{fitting}'")
-    if env_from_secret and scheduler != "kubernetes":
-        raise SystemExit("logitmix.train: --env_from_secret names secrets of Kubernetes, and needs -s kubernetes")
     _, nodes, processes, _ = dist.parse_nnodes(j)
     known, _ = _COMMAND_LINE.parse_known_args(args)
     if known.stop_seconds:
@@ -180,7 +143,6 @@ def train(
     run = known.run or f"runs/{PurePath(known.recipe or '').stem}"
     # torchrun writes to disks alone.
     logs = {"PET_LOG_DIR": f"{PurePath(run)}/logs"} if known.recipe and "://" not in run else {}
-    inherited = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     app = dist.ddp(
         "logitmix.trainer.cli",
         "train",
@@ -203,7 +165,6 @@ def train(
             "PET_MAX_RESTARTS": str(max_restarts),
             "OMP_NUM_THREADS": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace + LAUNCHER_SECONDS),
-            **inherited,
             **logs,
             **(env or {}),
         },
@@ -217,40 +178,9 @@ def train(
         run=run,
         grace=grace,
         secrets=env_from_secret or [],
-        host_network=host_network,
-        lock_memory=lock_memory,
-        inherited=[name for name in inherited if name not in (env or {})],
     )
     app.roles = [role]
     role.name = "train"
-    if devices:
-        role.resource = dataclasses.replace(
-            role.resource, devices={name: int(count) for name, count in devices.items()}
-        )
     if nodes == 1:
         role.args = [argument.replace(_TORCHRUN, _TORCHRUN_OF_ONE_HOST) for argument in role.args]
     return app
-
-
-def tensorboard(logdir: str, port: int = 6006, host: str = "localhost", image: str = "logitmix") -> specs.AppDef:
-    """Shows the curves of one run, or of all runs below a folder.
-
-    Args:
-        logdir: run directory, or a folder of them
-        port: port to listen on
-        host: address to listen on; 0.0.0.0 lets other machines in
-        image: container image that holds tensorboard, for the schedulers that start one
-    """
-    return specs.AppDef(
-        name="tensorboard",
-        roles=[
-            specs.Role(
-                name="tensorboard",
-                image=image,
-                entrypoint="tensorboard",
-                args=["--logdir", logdir, "--host", host, "--port", str(port)],
-                port_map={"http": port},
-                resource=specs.resource(cpu=1, memMB=4096),
-            )
-        ],
-    )

@@ -5,7 +5,6 @@ Rank 0 has the terminal. Another rank's output is shown if that rank is the firs
 
 import ctypes
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -30,9 +29,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
 INTERRUPTS: list[int] = []
 """Not empty once Ctrl-C has raised KeyboardInterrupt, which code of a library may have swallowed."""
-LAST = 5.0
-"""Seconds after the other ranks have ended. Then a stopped rank is continued (SIGCONT), because no rank is left that
-would notice that it does not answer."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 THREADS_A_CORE = 4
@@ -105,22 +101,6 @@ def _torchrun_job() -> Path | None:
     # torchrun puts the error file at JOB/attempt_N/RANK/error.json.
     job = Path(own).parents[2] if own and len(Path(own).parents) > 3 else None
     return job if job and job.is_dir() else None
-
-
-def remove_logs_of_no_run() -> None:
-    """Under torchx, torchrun makes RUN/logs before the run begins: if no run has begun, this removes the job's logs,
-    once torchrun will not start it again."""
-    given, job = os.environ.get("PET_LOG_DIR"), _torchrun_job()
-    if not (given and job):
-        return
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
-        return
-    logs = Path(given)
-    with suppress(OSError):
-        if os.listdir(logs.parent) == [logs.name]:
-            shutil.rmtree(job, ignore_errors=True)
-            logs.rmdir()
-            logs.parent.rmdir()
 
 
 def run_ranks(words: Sequence[str], count: int, threads: int = 1) -> int:
@@ -216,7 +196,7 @@ def _end_with_parent() -> None:
 
 def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Waits until a rank has failed or all have ended."""
-    alone = waited = 0.0
+    alone = 0.0
     while True:
         statuses = [process.poll() for process in ranks]
         failed = [rank for rank, status in enumerate(statuses) if status]
@@ -227,10 +207,6 @@ def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
         if None not in statuses and not failed:
             return None
         alone += 0.05 if failed else 0.0
-        waited += 0.05 if 0 in statuses else 0.0
-        if waited > LAST:
-            for process in ranks:
-                process.send_signal(signal.SIGCONT)
         time.sleep(0.05)
 
 

@@ -6,15 +6,15 @@ CUDA would check it, and is then computed on the CPU. The values are those of a 
 
 - Devices: tensors of the host and of the device do not mix, except where CUDA lets them.
 - Triton: a launch's arguments are checked, and the kernel runs in Triton's interpreter.
-- FBGEMM's fused tables: a stand-in for the lookup, its gradients, the optimizers that the product uses, and the caches
-  of rows that are in the host's memory.
+- FBGEMM's fused tables: a stand-in for the lookup, its gradients and the optimizers that the product uses.
 - Flash and efficient attention: stand-ins that ask for what these ask for.
 - Streams: see `Streams`.
 - NCCL: a stream of its own, over the process group that there is.
 
-Not reached: values and limits of CUDA's own kernels; inline assembly, tensor cores, registers and shared memory
-(benchmarks.kernels compiles the kernels); FBGEMM's rounding at random; NCCL itself; streams within C++, such as DDP's
-sums, which count as work of the current stream; the allocator's limits, CUDA graphs and `torch.compile`.
+Not reached: values and limits of CUDA's own kernels, and operations that have none; inline assembly, tensor cores,
+registers and shared memory (benchmarks.kernels compiles the kernels); FBGEMM's caches of rows, and its rounding at
+random; NCCL itself; streams within C++, such as DDP's sums, which count as work of the current stream; the allocator's
+limits, CUDA graphs and `torch.compile`.
 
 `begin` cannot be undone: use it in a process of its own.
 """
@@ -23,7 +23,6 @@ import ctypes
 import functools
 import itertools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -39,8 +38,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchgen
-from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
 from torch import Tensor
 from torch.cuda._sanitizer import StreamSynchronizations
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -243,8 +240,6 @@ class Device:
 
     def __init__(self) -> None:
         self.streams: Streams | None = None
-        self.interprets = False
-        """Whether all kernels run in the interpreter, and not the most frequent ones in a plain form."""
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         """Where the host waited for the device; not for an event."""
@@ -276,8 +271,6 @@ class Device:
             return func(*args, **kwargs)
         if special := _SPECIAL.get(func):
             return special(self, *args, **kwargs)
-        if str(func) in without_cuda():
-            raise Fault(f"{func} has no form for CUDA at {where()}")
         if asked is not None:
             kwargs = {**kwargs, "device": CPU}
         on_device = asked.type == "cuda" if asked is not None else True
@@ -385,23 +378,6 @@ _WAITING = {
 }  # fmt: skip
 _WITH_A_NUMBER = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Tensor, aten.fill.Tensor}
 """Operations beside the pointwise ones that take a tensor of the host without axes for a number."""
-
-
-@functools.cache
-def without_cuda() -> frozenset[str]:
-    """The operations that torch has on the CPU and not on CUDA, by torch's own list of its functions."""
-    listed = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
-    cpu_alone, delegates = set(), {}
-    for entry in re.split(r"^- func: ", listed.read_text(), flags=re.MULTILINE)[1:]:
-        name = entry[: entry.index("(")]
-        if delegate := re.search(r"^  structured_delegate: (.*)", entry, re.MULTILINE):
-            delegates[name] = delegate[1]
-        if dispatch := re.search(r"^  dispatch:\n((?:    .*\n)+)", entry, re.MULTILINE):
-            keys = {key.strip() for line in dispatch[1].splitlines() for key in line.split(":")[0].split(",")}
-            if "CPU" in keys and "CUDA" not in keys and not any(key.startswith("Composite") for key in keys):
-                cpu_alone.add(name)
-    cpu_alone |= {name for name, delegate in delegates.items() if delegate in cpu_alone}
-    return frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in cpu_alone)
 
 
 def _has_masks(indices: Any) -> bool:
@@ -708,7 +684,6 @@ def begin(library: Path) -> Device:
     _take_over_collectives()
     _interpret_triton()
     _take_over_fbgemm()
-    _take_over_caches()
     Everywhere().__enter__()
     return _DEVICE
 
@@ -794,7 +769,7 @@ def _interpret_triton() -> None:
         kwargs |= {flag: value for flag, value in emulated.items() if flag in kwargs}
         args = [of.elem if isinstance(of, Simulated) else of for of in args]
         with torch.utils._python_dispatch._disable_current_modes():
-            if name in _PLAIN and not _DEVICE.interprets:
+            if name in _PLAIN:
                 return _PLAIN[name](*args, **kwargs)
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
@@ -864,14 +839,11 @@ def _sgd(common: Any, settings: Any, **_: Any) -> Tensor:
 
 
 Update = Callable[[Tensor, Tensor, int, Tensor, float], Tensor]
-ON_DEVICE, CACHED = 0, 2
-"""FBGEMM's EmbeddingLocation; what else there is is in memory of the host that the device reads."""
 
 
 def _state(kept: Any, feature: int, width: int) -> Tensor:
     """What an optimizer keeps of a feature's table and of those behind it [R, width]."""
-    memory = kept.dev if kept.placements.elem[feature] == ON_DEVICE else kept.uvm
-    return _rows(memory, int(kept.offsets.elem[feature]), width)
+    return _rows(kept.dev, int(kept.offsets.elem[feature]), width)
 
 
 def _rows(memory: Tensor, place: int, width: int) -> Tensor:
@@ -897,7 +869,8 @@ class _Lookup(torch.autograd.Function):
         ctx.common, ctx.update = common, update
         outs = []
         for feature in _features(common):
-            row, lengths, weights = feature.read().float(), feature.lengths, feature.weights
+            lengths, weights = feature.lengths, feature.weights
+            row = feature.table.index_select(0, feature.ids).float()
             if common.pooling_mode == 2:
                 outs.append(row)
                 continue
@@ -919,10 +892,9 @@ class _Lookup(torch.autograd.Function):
                 own = own if feature.weights is None else own * feature.weights[:, None]
             unique, inverse = map(Simulated, ids.elem.unique(return_inverse=True))  # type: ignore[attr-defined]
             summed = own.new_zeros(len(unique), D).index_add_(0, inverse, own)
-            first = torch.zeros_like(unique)
-            first[inverse] = torch.arange(len(ids), device=DEVICE)
-            rates = common.learning_rate_tensor.item()
-            feature.write(first, ctx.update(feature.read(first).float(), summed, feature.number, unique, rates))
+            row_RC = feature.table.index_select(0, unique).float()
+            moved = ctx.update(row_RC, summed, feature.number, unique, common.learning_rate_tensor.item())
+            feature.table[unique] = moved.to(feature.table.dtype)
         return None, None, None
 
 
@@ -936,132 +908,20 @@ class _Feature:
     """Of its bags."""
     weights: Tensor | None
     """Of its ids."""
-    cache: Tensor
-    """Rows of any table [slots, at least D]."""
-    slots: Tensor | None
-    """Where each id's row is cached, or -1: as it was when the ids were looked up."""
-
-    def read(self, which: Tensor | None = None) -> Tensor:
-        """The rows of the ids, or of those at some places among them."""
-        ids, slots = (of if of is None or which is None else of[which] for of in (self.ids, self.slots))
-        row = self.table.index_select(0, ids)
-        if slots is None:
-            return row
-        cached = self.cache[slots.clamp(min=0)][:, : row.shape[1]]
-        return torch.where((slots >= 0)[:, None], cached, row)
-
-    def write(self, which: Tensor, row: Tensor) -> None:
-        row = row.to(self.table.dtype)
-        if self.slots is None:
-            self.table[self.ids[which]] = row
-            return
-        ids, slots = self.ids[which].elem, self.slots[which].elem  # type: ignore[attr-defined]
-        there = slots >= 0
-        self.table.elem[ids[~there]] = row.elem[~there]  # type: ignore[attr-defined]
-        self.cache.elem[slots[there], : row.shape[1]] = row.elem[there]  # type: ignore[attr-defined]
 
 
 def _features(common: Any) -> Iterator[_Feature]:
-    places, kinds = common.weights_offsets.elem.tolist(), common.weights_placements.elem.tolist()
+    places, bounds = common.weights_offsets.elem.tolist(), common.offsets.elem.tolist()
     alone = common.pooling_mode == 2
     widths = [common.max_D] * len(places) if alone else common.D_offsets.elem.diff().tolist()
-    bounds = common.offsets.elem.tolist()
     bags = (len(bounds) - 1) // len(places)
     for feature, (place, D) in enumerate(zip(places, widths, strict=True)):
         own = bounds[feature * bags : (feature + 1) * bags + 1]
         span = slice(own[0], own[-1])
         yield _Feature(
             feature,
-            _rows(common.dev_weights if kinds[feature] == ON_DEVICE else common.uvm_weights, place, D),
+            _rows(common.dev_weights, place, D),
             common.indices[span],
             common.offsets[feature * bags : (feature + 1) * bags + 1].diff(),
             None if common.indice_weights is None else common.indice_weights[span],
-            common.lxu_cache_weights,
-            common.lxu_cache_locations[span] if kinds[feature] == CACHED else None,
         )
-
-
-def _take_over_caches() -> None:
-    """FBGEMM's caches of rows in the host's memory, by the definition of its operations: sets of SLOTS rows, of which
-    the one that was used longest ago is written back and replaced, unless the same lookup uses it."""
-    training.DEFAULT_ASSOC = SLOTS
-    ops = torch.ops.fbgemm
-    _SPECIAL.update(
-        {
-            ops.new_unified_tensor.default: lambda on, like, sizes, mapped: like.new_empty(sizes),
-            ops.linearize_cache_indices.default: _cache_ids,
-            ops.lru_cache_populate.default: _populate,
-            ops.lxu_cache_lookup.default: _cache_lookup,
-            ops.lxu_cache_flush.default: _flush,
-        }
-    )
-
-
-SLOTS = 2
-
-
-def _plain(*tensors: Any) -> list[Tensor]:
-    return [of.elem for of in tensors]
-
-
-def _cache_ids(on: Device, sums: Any, ids: Any, offsets: Any, *_: Any) -> Tensor:
-    """Numbers of rows among those of all cached tables; one behind them for what is not cached."""
-    sums, ids, offsets = _plain(sums, ids, offsets)
-    bags, out = (len(offsets) - 1) // (len(sums) - 1), torch.full_like(ids, int(sums[-1]))
-    for feature, before in enumerate(sums[:-1].tolist()):
-        span = slice(int(offsets[feature * bags]), int(offsets[(feature + 1) * bags]))
-        if before >= 0:
-            out[span] = ids[span] + before
-    return Simulated(out)
-
-
-def _home(on: Device, number: int, sums: Tensor, features: Tensor, places: Tensor, widths: Tensor) -> slice:
-    """Where a cached row is in the host's memory."""
-    feature = int(features[number])
-    D = int(widths[feature + 1] - widths[feature])
-    start = int(places[feature]) + (number - int(sums[feature])) * D
-    return slice(start, start + D)
-
-
-def _populate(
-    on: Device, rows: Any, sums: Any, total: int, features: Any, places: Any, widths: Any, ids: Any, state: Any,
-    cache: Any, time: int, used: Any, *_: Any,
-) -> None:  # fmt: skip
-    rows, ids, state, cache, used, *homes = _plain(rows, ids, state, cache, used, sums, features, places, widths)
-    for number in ids.unique().tolist():
-        if number == total:
-            continue
-        of_set = number % len(state)
-        if (there := (state[of_set] == number).nonzero()).numel():
-            used[of_set, there[0, 0]] = time
-            continue
-        slot = int(used[of_set].argmin())
-        if used[of_set, slot] == time:
-            continue
-        row = cache[of_set * SLOTS + slot]
-        if (before := int(state[of_set, slot])) >= 0:
-            home = _home(on, before, *homes)
-            rows[home] = row[: home.stop - home.start]
-        home = _home(on, number, *homes)
-        row[: home.stop - home.start] = rows[home]
-        state[of_set, slot], used[of_set, slot] = number, time
-    on.launches["rows cached"] += 1
-
-
-def _cache_lookup(on: Device, *given: Any, lxu_cache_locations_output: Any = None, **_: Any) -> Tensor:
-    output: Any = given[6] if lxu_cache_locations_output is None else lxu_cache_locations_output
-    ids, state, out = _plain(given[0], given[1], output)
-    there = state[ids % len(state)] == ids[:, None]
-    slots = ids % len(state) * SLOTS + there.int().argmax(1)
-    out.copy_(torch.where(there.any(1), slots, -1))
-    on.launches["rows not cached"] += int((out < 0).sum())
-    return output  # type: ignore[no-any-return]
-
-
-def _flush(on: Device, rows: Any, sums: Any, features: Any, places: Any, widths: Any, total: int, state: Any,
-           cache: Any, *_: Any) -> None:  # fmt: skip
-    rows, state, cache, *homes = _plain(rows, state, cache, sums, features, places, widths)
-    for slot, number in enumerate(state.flatten().tolist()):
-        if number >= 0:
-            home = _home(on, number, *homes)
-            rows[home] = cache[slot, : home.stop - home.start]

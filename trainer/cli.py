@@ -25,7 +25,6 @@ from logitmix.launch.processes import (
     is_main,
     launched,
     note_mistake,
-    remove_logs_of_no_run,
 )
 from logitmix.trainer.commands.flags import take_imports
 from logitmix.trainer.config import recipe_names
@@ -82,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[0] in MAPPING and not faulthandler.is_enabled():
         faulthandler.enable()
     if ended_by_a_mistake():
-        remove_logs_of_no_run()
         raise SystemExit(USER_ERROR)
     try:
         try:
@@ -123,8 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _fail(f"there is not enough memory; lower what takes it: {settings}", 1)
         _tell_others(f"{name}: {error}", 1)
         raise
-    finally:
-        remove_logs_of_no_run()
 
 
 def run(command: str, words: list[str]) -> None:

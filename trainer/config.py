@@ -88,10 +88,8 @@ def conditions_of(negatives: Sequence[str]) -> list[str]:
 class TableSettings:
     """One sharded embedding table."""
 
-    sharding: Literal["auto", "row_wise", "table_wise", "column_wise", "table_row_wise", "grid"] = "auto"
-    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of parallel/plan.py. For
-    pooled tables alone: table_row_wise divides its rows among the ranks of one host, where the sums of bags are added
-    before they leave it, and grid its columns among the hosts as well."""
+    sharding: Literal["auto", "row_wise", "table_wise", "column_wise"] = "auto"
+    """How it is divided among the ranks; auto lets TorchRec's planner choose, within the rules of parallel/plan.py."""
     dim: int = 0
     """D: width of its rows; 0 takes model.dim."""
     precision: Literal["fp32", "fp16"] = "fp32"
@@ -127,7 +125,7 @@ class TableSettings:
         require(self.init_std >= 0, f"{prefix}.init_std", self.init_std, "0 or more")
         require_from(0, 2**62, f"{prefix}.capacity", self.capacity)
         require_from(1, 2**31 - 1, f"{prefix}.admit_after", self.admit_after)
-        if self.sharding in ("column_wise", "grid") and self.optimizer == "rowwise_adagrad":
+        if self.sharding == "column_wise" and self.optimizer == "rowwise_adagrad":
             raise ValueError(
                 f"{prefix}.sharding is {self.sharding} and {prefix}.optimizer rowwise_adagrad, whose one number for a "
                 "row each shard of its columns would have for itself; choose another sharding or optimizer"
@@ -157,9 +155,6 @@ def _check_rates(of: "TableSettings | DenseConfig", prefix: str) -> None:
     require(0 <= of.beta2 < 1, f"{prefix}.beta2", of.beta2, "in [0, 1)")
     require(of.eps > 0, f"{prefix}.eps", of.eps, "above 0")
 
-
-BY_HOST = ("table_row_wise", "grid")
-"""Shardings of pooled tables alone."""
 
 TABLE_OPTIMIZERS = Registry[Any](
     "table optimizer",
@@ -263,7 +258,7 @@ class TrainConfig:
     it. 0 clips nothing. With clipping, no row is updated before all gradients have arrived."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of encoder and similarity; weights and tables stay FP32. bf16 is autocast, except on a CPU without BF16
-    arithmetic. auto: bf16 on CUDA; on a CPU the faster one, measured when the run begins."""
+    arithmetic. auto: that which the run began with, or else bf16 on CUDA and fp32 on a CPU."""
     compile: bool = False
     """Compile the encoder and the other layers of the towers with torch.compile, for fewer kernels on CUDA: the same
     losses up to rounding, but the first steps take minutes."""

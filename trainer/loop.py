@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ from logitmix.trainer.run import checkpoint
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.folder import (
     checkpoint_paths,
+    read_config,
     refit_path,
     require_same,
     run_lock,
@@ -50,7 +51,6 @@ from logitmix.trainer.run.stages import ONE_STEP, better_start, epochs_of_refit,
 from logitmix.trainer.run.warm_start import require_fit, warm_start
 from logitmix.trainer.step.memory import give_back, set_up_memory
 from logitmix.trainer.step.pipeline import Pipeline
-from logitmix.trainer.step.precision import choose_precision
 from logitmix.trainer.stopping import Stopping
 
 
@@ -135,12 +135,15 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
             "negatives": on_first_rank_at_length(batches.said_of_explicit, ranks),
             "histories": batches.said_of_left_out,
         }
-        precision, why = choose_precision(config.train.precision, config.model, run, batches, ranks)
-        config = replace(config, train=replace(config.train, precision=precision))
+        if config.train.precision == "auto":
+            precision: Literal["auto", "bf16", "fp32"] = "bf16" if ranks.device.type == "cuda" else "fp32"
+            if begun:
+                precision = on_first_rank(lambda: read_config(run).train.precision, ranks)
+            config = replace(config, train=replace(config.train, precision=precision))
         if line := start_run(run, config, dataset, ranks):
             job.say(line)
         model = parallel_model(config, dataset.schema, ranks, restored=begun)
-        said = start_block(dataset, model, why, of_data)
+        said = start_block(dataset, model, of_data)
         job.say(said)
         if ranks.rank == 0:
             write_plan(run, model.plan)

@@ -20,24 +20,12 @@ from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.loop import train
 
-METHODS = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+METHODS = [
+    name
+    for name in dir(dist.ProcessGroup)
+    if not name.startswith("__")
+    and name.strip("_").startswith(("all", "barrier", "broadcast", "gather", "reduce", "scatter"))
+]
 """Of torch's process groups, all that every rank takes part in."""
 SETTINGS = {
     "train.epochs": 2,

@@ -19,7 +19,7 @@ import pytest
 from small_data import small_config, write_dataset
 from test_resume import SETTINGS
 
-from logitmix.launch.processes import LAST, SIGNALS, STOPPED
+from logitmix.launch.processes import SIGNALS, STOPPED
 from logitmix.trainer.config import dump_toml
 from logitmix.trainer.run.folder import checkpoint_paths
 
@@ -90,11 +90,11 @@ def test_random_faults_leave_no_trace(tmp_path: Path) -> None:
 
 @contextmanager
 def continuing_the_last(job: subprocess.Popen[str]) -> Iterator[None]:
-    """Continues a rank that was stopped when the other had ended, as `--processes` does: torchrun waits for it."""
+    """Continues a rank that was stopped when the other had ended: its launcher waits for it."""
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(LAST):
+        while not ended.wait(5):
             if len(ranks := jobs.children(job.pid)) == 1:
                 with suppress(ProcessLookupError):
                     os.kill(ranks[0], signal.SIGCONT)

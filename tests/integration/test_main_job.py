@@ -180,11 +180,6 @@ def test_a_mistake_is_told_in_one_line(
     (folder / "bad.toml").write_text("[train\n")
     words = command.split()
     monkeypatch.chdir(folder)
-    # As torchrun would have made it, had torchx started this rank.
-    if words[0] == "train":
-        Path("new/logs/train_1/attempt_0/0").mkdir(parents=True)
-    monkeypatch.setenv("PET_LOG_DIR", "new/logs")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "new/logs/train_1/attempt_0/0/error.json")
     said = [line for line in refusal(*words).strip().splitlines() if not line.startswith("training ")]
     assert expected in "\n".join(said)
     assert len(said) == 1 or words == ["trian"]

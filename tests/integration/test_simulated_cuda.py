@@ -1,7 +1,7 @@
 """The product on a CUDA device that is simulated (simulated_cuda.py), held to what it does on the CPU."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import inf
@@ -13,7 +13,7 @@ import simulated_cuda
 import torch
 import torch.distributed as dist
 import two_ranks
-from simulated_cuda import Fault, Streams
+from simulated_cuda import Streams
 from small_data import a_pipeline, small_config, whole_state
 from torch import Tensor
 
@@ -24,11 +24,8 @@ from logitmix.trainer import api
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.parallel import flat, plan
-from logitmix.trainer.parallel.ids import IdExchange
-from logitmix.trainer.parallel.optimizer import kernels
+from logitmix.trainer.parallel import flat
 from logitmix.trainer.parallel.parallelize import ParallelModel
-from logitmix.trainer.parallel.plan import Held
 from logitmix.trainer.step.pipeline import Pipeline, Skip
 
 pytestmark = pytest.mark.long
@@ -60,7 +57,6 @@ PAIRS: dict[str, Settings] = {
     for encoder, similarity in product(ONE_BLOCK, SIMILARITIES)
 }
 FEATURES: Settings = {"model.features": ["all"], "tables.tags.pooled": True, "model.similarity.kind": "dot"}
-CACHED = "tables.cache_load_factor"
 MORE: dict[str, Settings] = {
     "parts": {"comm.parts": 2, "tables.optimizer": "rowwise_adagrad", "model.similarity.kind": "dot"},
     "bf16": {"train.precision": "bf16", "comm.dense": "bf16", "model.similarity.kind": "dot"},
@@ -74,8 +70,6 @@ MORE: dict[str, Settings] = {
     "ligr": {"model.encoder.kind": "ligr", "model.similarity.kind": "dot"},
     "fuxi": {"model.encoder.kind": "fuxi", "model.encoder.times": True, "model.similarity.kind": "dot"},
     "positions": {"model.loss.share": "position", "model.encoder.history_dropout": 0.2, "model.item_id_dropout": 0.3},
-    "cached": {**FEATURES, CACHED: 0.3, "tables.brand.cache_load_factor": 1.0},
-    "cached, adagrad": {CACHED: 0.2, "tables.optimizer": "rowwise_adagrad", "train.clip": 0.0},
     "16 bits": {"comm.forward": "bf16", "comm.backward": "fp16", "dense.optimizer": "sgd", "model.encoder.heads": 2},
 }
 
@@ -106,9 +100,6 @@ def trained(
     device = None if library is None else simulated_cuda.begin(library)
     found = {}
     for name, settings in cases.items():
-        if not device:
-            # On the CPU, all rows are in the host's memory.
-            settings = {of: value for of, value in settings.items() if "cache_load_factor" not in of}
         config = small_config(data, {**SMALL, **settings, "train.device": "cuda" if device else "cpu"})
         if device:
             device.launches.clear()
@@ -207,7 +198,6 @@ SKIPPING: dict[str, Settings] = {
     "logged": {"train.log_every": 1},
     "sgd": {"tables.optimizer": "sgd", "dense.optimizer": "sgd", "comm.dense": "bf16"},
     "copies": {"tables.group_size": 1, "train.clip": 0.0},
-    "cached": {CACHED: 0.3},
 }
 """Ways to leave a step out."""
 
@@ -268,7 +258,7 @@ def after_skips(config: Config, broken: bool) -> tuple[list[Tensor], list[Skip]]
                 assert where != "tower" or all(map(torch.equal, whole_state(pipeline), before))
         else:
             assert pipeline._next
-            pipeline._next.rows.abandon()
+            pipeline._next[1].abandon()
             pipeline._next, pipeline._making, pipeline.step, pipeline.skipped = None, None, last - 1, len(BROKEN)
         skips += checked(pipeline)
         pipeline.apply_gradients(settle=True)
@@ -305,43 +295,6 @@ def test_two_gpus_in_more_ways(featured: Path, library: Path) -> None:
     cases = {name: {"comm.forward": "fp32", "comm.backward": "fp32", **of} for name, of in {**PAIRS, **MORE}.items()}
     seen = compare(featured, cases, 3, [*cases], library, 2)
     assert "flash attention, backward" in seen["bf16"].launches
-    for name in ("cached", "cached, adagrad"):
-        assert seen[name].launches["rows cached"] and seen[name].launches["rows not cached"]
-
-
-def a_cached_table(data: Path, library: Path) -> tuple[list[Held], list[Held], float]:
-    """What its plan says of memory, what FBGEMM takes, and the largest of its rows after all were made zero."""
-    simulated_cuda.begin(library)
-    planned, taken = [], []
-    for optimizer in ("adam", "rowwise_adagrad", "sgd"):
-        settings = {**SMALL, CACHED: 0.3, "tables.optimizer": optimizer, "model.similarity.kind": "dot"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan, "DEFAULT_ASSOC", simulated_cuda.SLOTS)
-            with a_pipeline(small_config(data, {**settings, "train.device": "cuda"}), 2) as pipeline:
-                model = pipeline.model
-                planned += [plan.bytes_by_rank(model.plan, 2)[model.ranks.rank]]
-                (tables,) = {module for module in kernels(model.tables[0].module) if hasattr(module, "lxu_cache_state")}
-                # What a kind of optimizer has no use for is a single number.
-                memory = {name: of.numel() * of.element_size() for name, of in tables.named_buffers() if len(of) > 1}
-                of_states = [memory.get(f"{name}_dev", 0) for name in ("weights", "momentum1", "momentum2")]
-                of_cache = ("lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table_map")
-                in_host = sum(size for name, size in memory.items() if name.endswith("_uvm"))
-                taken += [plan.Held(sum(of_states) + sum(memory.get(name, 0) for name in of_cache), in_host)]
-                pipeline.train_step()
-                for sharded in model.shards().values():
-                    for shard in sharded.local_shards():
-                        shard.tensor.zero_()
-                model.forget_cached_rows()
-                rows = model.shards()["item"].local_shards()[0].tensor
-                largest = rows.abs().max().item()
-                pipeline.train_step()
-    return planned, taken, largest
-
-
-@SLOW
-def test_a_cached_table_takes_what_its_plan_says_and_forgets_what_was_replaced(data: Path, library: Path) -> None:
-    for planned, taken, largest in two_ranks.run(a_cached_table, data, library):
-        assert planned == taken and largest == 0
 
 
 def served(data: Path, library: Path | None, folder: Path) -> dict[str, Any]:
@@ -349,8 +302,7 @@ def served(data: Path, library: Path | None, folder: Path) -> dict[str, Any]:
     device = "cpu" if library is None else "cuda"
     if library:
         simulated_cuda.begin(library)
-    cached = {} if library is None else {CACHED: 0.3}
-    settings = {**SMALL, **cached, "model.similarity.kind": "dot", "train.epochs": 0.1, "data.path": str(data)}
+    settings = {**SMALL, "model.similarity.kind": "dot", "train.epochs": 0.1, "data.path": str(data)}
     run, out = folder / device, folder / f"{device}-export"
     trained = api.train("demo-mol", run, {**settings, "train.device": device})
     evaluated = api.evaluate(run)
@@ -374,39 +326,20 @@ def nothing(*_: object, **__: object) -> None:
     pass
 
 
-def unwaited(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` without waiting for a stream."""
-    return without(method, simulated_cuda.Stream, "wait_stream")
-
-
-def without(method: Callable[..., Any], of: Any, name: str) -> Callable[..., Any]:
-    def planted(self: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(of, name, nothing)
-            return method(self)
-
-    return planted
-
-
-def missing(method: Callable[..., Any]) -> Callable[..., Any]:
-    return nothing
-
-
 STREAMING: Settings = {**FEATURES, "model.features": ["tags"], "train.clip": 0.0, "train.log_every": 100}
-PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "a batch is not recorded": (Batch, "record_stream", missing, "record_stream is missing"),
-    "ids are not waited for": (IdExchange, "wait", unwaited, "may still"),
-    "rows are not waited for": (simulated_cuda.Work, "_wait", missing, "may still"),
+PLANTED: dict[str, tuple[Any, str, str]] = {
+    "a batch is not recorded": (Batch, "record_stream", "record_stream is missing"),
+    "ids are not waited for": (simulated_cuda.Stream, "wait_stream", "may still"),
+    "rows are not waited for": (simulated_cuda.Work, "_wait", "may still"),
 }
 
 
 def planted(data: Path, library: Path, names: Sequence[str]) -> dict[str, Sequence[str]]:
-    """The faults that are found where one is planted, by the name of what is."""
+    """The faults that are found where a method does nothing, by the name of what is missing."""
     found = {}
     for name in names:
-        of, method, instead, _ = PLANTED[name]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(of, method, instead(getattr(of, method)))
+            patch.setattr(*PLANTED[name][:2], nothing)
             found[name] = trained(data, {name: STREAMING}, 2, [], library, True)[name].faults
     return found
 
@@ -424,35 +357,3 @@ def test_what_is_wrong_with_streams_is_found(featured: Path, library: Path, name
     for name in names:
         said = PLANTED[name][-1]
         assert any(said in fault for rank in ranks for fault in rank[name]), name
-
-
-def refused(library: Path) -> list[str]:
-    """What the device says of what CUDA would not do."""
-    simulated_cuda.begin(library)
-    on_device, on_host = torch.ones(3, 4, device="cuda"), torch.ones(3, 4)
-    index = torch.tensor([1])
-    said = []
-    for wrong in (
-        lambda: on_device + on_host,
-        lambda: on_device.index_select(0, index),
-        lambda: torch.cat([on_device, on_host]),
-        lambda: torch.empty(1, device="cuda:1"),
-        lambda: torch.stack([on_device.sum(), on_host.sum()]),
-        lambda: torch.histogram(on_device, 2),
-        lambda: dist.all_reduce(on_device.t()),
-    ):
-        try:
-            wrong()
-            said.append("")
-        except Fault as fault:
-            said.append(str(fault))
-    right = (on_device * on_host.sum(), on_device[index], on_device.cpu() + on_host, on_device.new_zeros(2))
-    return [*said, *(str(of.device) for of in right)]
-
-
-def test_what_cuda_would_not_do_is_refused(library: Path) -> None:
-    ((*said, number, indexed, copied, new),) = two_ranks.run(refused, library, world_size=1)
-    assert [number, indexed, copied, new] == ["cuda:0", "cuda:0", "cpu", "cuda:0"]
-    ways = ["aten.add.Tensor is", "aten.index_select.default is", "aten.cat.default is", "asks for cuda:1"]
-    for fault, way in zip(said, [*ways, "aten.stack.default is", "no form for CUDA", "not contiguous"], strict=True):
-        assert way in fault

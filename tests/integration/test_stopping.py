@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ from small_data import small_config, write_dataset
 from two_ranks import started, wait_for
 
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.launch.processes import STOPPED, Stopped
-from logitmix.trainer import cli, loop, stopping
-from logitmix.trainer.config import Config, dump_toml, with_settings
+from logitmix.launch.processes import Stopped
+from logitmix.trainer import loop, stopping
+from logitmix.trainer.config import Config, with_settings
 from logitmix.trainer.evaluation.evaluate import Evaluation
 from logitmix.trainer.loop import train
 from logitmix.trainer.run import saving
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.metrics import RunProgress, read_rows
+from logitmix.trainer.run.metrics import read_rows
 from logitmix.trainer.run.results import write_results
 from logitmix.trainer.run.tensor_files import TensorFile
 from logitmix.trainer.step.pipeline import Pipeline
@@ -135,42 +134,6 @@ def test_training_in_a_thread_takes_no_signals(config: Config, tmp_path: Path) -
     assert found[0]["step"] > 0
 
 
-def test_the_command_says_how_to_go_on(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "a recipe.toml"
-    recipe.write_text(dump_toml(config))
-
-    def ended(*_: object) -> None:
-        raise Stopped("stopped by SIGTERM after step 7, which is saved in here")
-
-    monkeypatch.setattr(loop, "train", ended)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", str(recipe), "--run", "here"])
-    assert stop.value.code == STOPPED
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"logitmix: stopped by SIGTERM after step 7, which is saved in here; go on with: logitmix train '{recipe}' "
-        "--run here"
-    )
-
-
-def test_a_run_without_validation_goes_on_without_a_second_checkpoint(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(config, data=replace(config.data, validation=False))
-    saved: list[int] = []
-
-    class Noting(saving.Saver):
-        def save(self, progress: RunProgress, wait: bool = True) -> bool:
-            saved.append(progress.step)
-            return super().save(progress, wait)
-
-    monkeypatch.setattr(loop, "Saver", Noting)
-    stopped(config, tmp_path / "run", 4)
-    train(config, tmp_path / "run")
-    assert saved == sorted(set(saved)) and 4 in saved
-
-
 RANK = """
 import ctypes, sys, time
 from logitmix.comm.process_group import process_group
@@ -237,14 +200,6 @@ def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(monkeypa
         assert stop.agreed() and stop.why == "SIGTERM"
 
 
-def test_the_rank_that_was_told_first_is_named_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    with process_group("cpu", 60) as ranks:
-        stop = stopping.Stopping(replace(ranks, rank=1, world_size=2), 600)
-        monkeypatch.setattr(stopping, "largest", lambda number, _: max(number, 2 * signal.SIGTERM))
-        for _ in range(2):
-            assert stop.agreed() and stop.why == "SIGTERM (rank 0)"
-
-
 def test_a_second_signal_ends_a_step_that_takes_too_long(tmp_path: Path) -> None:
     status, said = told("blocked", tmp_path, signal.SIGTERM, signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
@@ -277,9 +232,8 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(does: str, said: str, 
     assert f"up to {limit} s while it is being written (train.stop_seconds)" in lines and said in lines
 
 
-@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_slow_checkpoint_is_saved_on_a_signal(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes longer than is waited for a step, and no part of it does."""
     of_parts, pauses, ended = TensorFile.parts, [], []
@@ -291,7 +245,7 @@ def test_a_slow_checkpoint_is_saved_on_a_signal(
                 time.sleep(0.2)
             yield part
 
-    config = with_settings(config, {"train.save_in_background": in_background})
+    config = with_settings(config, {"train.save_in_background": True})
     monkeypatch.setattr(TensorFile, "parts", slow)
     monkeypatch.setattr(stopping, "PATIENCE", 3.0)
     monkeypatch.setattr(saving, "SIGN_OF_LIFE", 0.1)

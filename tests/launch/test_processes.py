@@ -41,12 +41,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_rank_that_is_stopped_last_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "LAST", 0.3)
-    assert processes.run_ranks(["rank or os.kill(os.getpid(), signal.SIGSTOP)"], 2) == 0
-
-
-@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(
     ("does", "status", "said"),
     [
@@ -115,24 +109,6 @@ def test_processes_that_a_launcher_did_not_start_are_refused(
     assert refusal("evaluate", "runs/none", "--processes", "2") == said
 
 
-def test_logs_stay_where_there_is_a_run_and_those_of_other_jobs_always(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, logs = tmp_path / "run", tmp_path / "run/logs"
-    monkeypatch.setenv("PET_LOG_DIR", str(logs))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(logs / "mine/attempt_0/1/error.json"))
-    for job in ("mine", "other"):
-        (logs / job / "attempt_0/1").mkdir(parents=True)
-    (run / "config.toml").touch()
-    processes.remove_logs_of_no_run()
-    assert sorted(os.listdir(logs)) == ["mine", "other"]
-    (run / "config.toml").unlink()
-    processes.remove_logs_of_no_run()
-    assert os.listdir(logs) == ["other"]
-    processes.remove_logs_of_no_run()
-    assert os.listdir(logs) == ["other"]
-
-
 ENDS = "signal.signal({0}, lambda *_: sys.exit(75)); "
 DEAF = "signal.signal({0}, signal.SIG_IGN); "
 READY = "open(os.path.join({1!r}, str(rank)), 'w').close(); time.sleep(60)"
@@ -153,8 +129,7 @@ def send_to_this_process(number: int, times: int, ranks: int, folder: Path) -> t
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("does", "status"), [(ENDS, 75), ("", 0)])
+@pytest.mark.parametrize(("number", "does", "status"), [(signal.SIGTERM, ENDS, 75), (signal.SIGINT, "", 0)])
 def test_signals_are_passed_on_to_the_ranks(
     number: signal.Signals, does: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,15 +190,3 @@ def test_a_users_mistake_under_torchrun_is_said_once(
         said += [line for line in capsys.readouterr().err.splitlines() if line.startswith("logitmix: ")]
     assert len(said) == 1 and "no dataset at" in said[0]
     assert sorted(path.name for path in job.iterdir()) == ["attempt_0", "attempt_1", processes.MISTAKE]
-
-
-def test_another_mistake_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_restart(monkeypatch, tmp_path / "logs" / "job", 0, 0)
-    assert not processes.ended_by_a_mistake()
-    assert [processes.note_mistake(each) for each in ("one", "two", "one")] == [False, False, True]
-    assert processes.ended_by_a_mistake()  # whatever this agent has counted
-
-
-def test_a_restart_after_a_crash_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_restart(monkeypatch, tmp_path / "logs" / "job", 0, 1)
-    assert not processes.ended_by_a_mistake()

@@ -66,7 +66,7 @@ OTHERS: dict[str, list[Any]] = {
     "data.weight": ["rating"],
     "model.features": [[name] for name in {feature.kind: feature.name for feature in WEIGHTED.features}.values()],
     "model.wanted": ["action"],
-    "tables.sharding": ["table_wise", "column_wise", "table_row_wise", "grid"],
+    "tables.sharding": ["table_wise", "column_wise"],
     "tables.eps": [1.0],
     "tables.by_name": [{"item": {"lr": 0.5}}],
     "train.minutes": [1e-9],

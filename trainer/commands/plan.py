@@ -310,7 +310,6 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
     if config.comm.forward != config.comm.backward:
         wires = {f"{config.comm.forward} and {config.comm.backward} back": config.comm, **wires}
     if config.train.precision == "auto":
-        # What it chooses on CUDA. On a CPU it would be measured.
         precision: Literal["bf16", "fp32"] = "bf16" if devices.kind == "cuda" else "fp32"
         config = replace(config, train=replace(config.train, precision=precision))
     lookups = _lookups(batch.ids)

@@ -223,7 +223,6 @@ def _clock(seconds: float) -> str:
 def start_block(
     dataset: Dataset,
     model: ParallelModel,
-    why_precision: str = "",
     of_data: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Says what will be trained, and where.
@@ -231,7 +230,6 @@ def start_block(
     Args:
         dataset: What is trained on.
         model: What is trained.
-        why_precision: The reason for the precision, if it was chosen automatically.
         of_data: Lines about what of the dataset is used, by name; those that are empty are left out.
 
     Returns:
@@ -244,8 +242,7 @@ def start_block(
     device += f" with {counted(threads, 'thread')} each" if device == "cpu" else ""
     precision = "BF16 autocast" if train.precision == "bf16" else "FP32"
     if train.precision == "bf16" and not computes_bf16(ranks.device):
-        precision, why_precision = "FP32", "this CPU has no BF16 arithmetic"
-    precision += f" ({why_precision})" if why_precision else ""
+        precision = "FP32 (this CPU has no BF16 arithmetic)"
     sent = f"embeddings {wire.forward}, their gradients {wire.backward}, the tower's gradients {wire.dense}"
     if ranks.world_size == 1:
         sent = f"one rank sends nothing; rounding emulated: {sent}" if wire.emulate else "one rank sends nothing"

@@ -26,7 +26,6 @@ class PooledTable:
     """A table whose bags are pooled by the owners of its rows, which are divided into ranges of `block` rows.
 
     `ranges` are the numbers of the ranges, one for each of a rank's shards, in the order in which they are looked up.
-    `order` are the ranks in the order in which TorchRec sends back the sums of their bags.
     """
 
     module: ShardedEmbeddingBagCollection
@@ -34,7 +33,6 @@ class PooledTable:
     dim: int
     block: int
     ranges: Sequence[Sequence[int]]
-    order: Sequence[int]
 
     @classmethod
     def of(cls, module: ShardedEmbeddingBagCollection) -> "PooledTable":
@@ -46,10 +44,7 @@ class PooledTable:
         block = max(place.shard_sizes[0] for places in by_rank for place in places)
         # Where there are few rows, some ranges have none, and begin where the table ends.
         ranges = [[-(-place.shard_offsets[0] // block) for place in places] for places in by_rank]
-        # Where the ranks of a host add up, each gets the sums for the ranks of its number in all hosts.
-        per_host = sharding._intra_pg.size() if hasattr(sharding, "_intra_pg") else len(by_rank)
-        order = [rank for number in range(per_host) for rank in range(number, len(by_rank), per_host)]
-        return cls(module, own_name(config.name), config.embedding_dim, block, ranges, order)
+        return cls(module, own_name(config.name), config.embedding_dim, block, ranges)
 
 
 class PooledRows:
@@ -96,9 +91,9 @@ class PooledRows:
         bags = [of_rank[length_lists[0]] if shards else self.bags for of_rank in ids.counts]
         features = KeyedJaggedTensor(
             keys=[table.name] * shards,
-            values=ids.joined(id_lists, table.order),
-            weights=ids.joined(share_lists, table.order).int().view(torch.float32) if self.weighted else None,
-            lengths=ids.joined(length_lists, table.order),
+            values=ids.joined(id_lists),
+            weights=ids.joined(share_lists).int().view(torch.float32) if self.weighted else None,
+            lengths=ids.joined(length_lists),
             stride=sum(bags),
             # Otherwise it would ask the device.
             length_per_key=[sum(of_rank[number] for of_rank in ids.counts) for number in id_lists],

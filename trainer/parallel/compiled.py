@@ -5,10 +5,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
-from logitmix.common.compiled import has_triton
 from logitmix.modules.encoders import fuxi, hstu, sasrec
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.noise import Noise
@@ -33,9 +30,8 @@ _LEFT_ALONE: tuple[tuple[Any, str], ...] = (
 """Functions that torch.compile runs as they are: they are kernels already, or depend on the batch's lengths."""
 
 
-def compile_towers(losses: SampledLosses, device: torch.device) -> None:
-    """From now on the towers are compiled, once for all sizes of batches. ValueError where they cannot be."""
-    _require_compiler(device)
+def compile_towers(losses: SampledLosses) -> None:
+    """From now on the towers are compiled, once for all sizes of batches."""
     # The process's own, because a compiled function finds them by name.
     for owner, name in _LEFT_ALONE:
         function = getattr(owner, name)
@@ -44,18 +40,3 @@ def compile_towers(losses: SampledLosses, device: torch.device) -> None:
     # The tracer reads it of all inputs.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     losses.towers = torch.compile(losses.towers, dynamic=True, backend=BACKEND)  # type: ignore[method-assign]
-
-
-def _require_compiler(device: torch.device) -> None:
-    missing = ""
-    if device.type == "cpu":
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            missing = "finds no C++ compiler here; install g++"
-    elif not has_triton():
-        missing = "needs Triton, which is not installed here; install it"
-    elif torch.cuda.get_device_capability(device) < (7, 0):
-        missing = f"needs a newer GPU than {torch.cuda.get_device_name(device)}; use one"
-    if missing:
-        raise ValueError(f"train.compile is true, but torch.compile {missing}, or set train.compile to false")

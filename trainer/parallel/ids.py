@@ -108,12 +108,11 @@ class IdExchange:
 
     def of(self, lists: range) -> AskedIds:
         """Returns some of this rank's lists, after `wait`."""
-        values = self.joined(lists, range(self.group.size()))
-        return AskedIds(values, [of_rank[lists.start : lists.stop] for of_rank in self.counts])
+        return AskedIds(self.joined(lists), [of_rank[lists.start : lists.stop] for of_rank in self.counts])
 
-    def joined(self, lists: Sequence[int], ranks: Sequence[int]) -> Tensor:
-        """Returns some of this rank's lists one after the other, each as the ranks sent it, in this order."""
-        chosen = [self._received[rank][number] for number in lists for rank in ranks]
+    def joined(self, lists: Sequence[int]) -> Tensor:
+        """Returns some of this rank's lists one after the other, each as rank after rank sent it."""
+        chosen = [of_rank[number] for number in lists for of_rank in self._received]
         if len(chosen) == 1:
             return chosen[0]
         return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=self.device)

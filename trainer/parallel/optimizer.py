@@ -32,12 +32,12 @@ from logitmix.trainer.config import TABLE_OPTIMIZERS, DenseConfig, TablesConfig,
 
 ShardedCollection: TypeAlias = ShardedEmbeddingCollection | ShardedEmbeddingBagCollection
 
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "sgd": torch.optim.SGD,
+_FUSED: dict[str, tuple[type[torch.optim.Optimizer], Sequence[str]]] = {
+    "adam": (torch.optim.Adam, ("eps", "beta1", "beta2")),
+    "rowwise_adagrad": (RowWiseAdagrad, ("eps",)),
+    "sgd": (torch.optim.SGD, ()),
 }
-"""TorchRec's classes for FBGEMM's fused optimizers."""
+"""TorchRec's classes for FBGEMM's fused optimizers, and the settings that they take beside the learning rate."""
 
 
 class TableOptimizer(ABC):
@@ -98,7 +98,7 @@ ADAM = Adam()
 
 def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel:
     """Returns how a table is looked up and trained on a device, cpu or cuda."""
-    if settings.optimizer not in _CLASSES or (settings.optimizer == "adam" and device == "cpu"):
+    if settings.optimizer not in _FUSED or (settings.optimizer == "adam" and device == "cpu"):
         return EmbeddingComputeKernel.DENSE
     cached = settings.cache_load_factor < 1
     return EmbeddingComputeKernel.FUSED_UVM_CACHING if cached else EmbeddingComputeKernel.FUSED
@@ -106,23 +106,19 @@ def table_kernel(settings: TableSettings, device: str) -> EmbeddingComputeKernel
 
 def state_per_row(settings: TableSettings, dim: int) -> int:
     """Returns how many FP32 numbers the optimizer keeps for a row."""
-    fused = {"rowwise_adagrad": 1, "sgd": 0}
-    if settings.optimizer in fused:
-        return fused[settings.optimizer]
+    if settings.optimizer in ("rowwise_adagrad", "sgd"):
+        return int(settings.optimizer == "rowwise_adagrad")
     return dim * len(TABLE_OPTIMIZERS.find(settings.optimizer).states)
 
 
 def set_fused_optimizer(weight: nn.Parameter, settings: TableSettings) -> None:
     """Sets FBGEMM's fused optimizer for a table, if it has one, before TorchRec shards it."""
-    if settings.optimizer not in _CLASSES:
+    if settings.optimizer not in _FUSED:
         return
-    kwargs: dict[str, Any] = {"learning_rate": settings.lr}
-    if settings.optimizer != "sgd":
-        kwargs["eps"] = settings.eps
-    if settings.optimizer == "adam":
-        kwargs |= {"beta1": settings.beta1, "beta2": settings.beta2}
+    kind, names = _FUSED[settings.optimizer]
     marked = cast(Any, weight)
-    marked._optimizer_classes, marked._optimizer_kwargs = [_CLASSES[settings.optimizer]], [kwargs]
+    marked._optimizer_classes = [kind]
+    marked._optimizer_kwargs = [{"learning_rate": settings.lr} | {name: getattr(settings, name) for name in names}]
 
 
 def dense_optimizer(module: nn.Module, config: DenseConfig) -> torch.optim.Optimizer:
@@ -278,28 +274,14 @@ class _RowStates(NamedTuple):
     state: dict[str, Tensor]
 
 
-class _UpdatedRows(BatchedDenseEmbedding):  # type: ignore[misc]
-    """TorchRec's dense kernel, with rows that are updated in its backward."""
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return _looked_up(self, features, [()] * len(features.keys()), dim=0)
-
-
-class _UpdatedBags(BatchedDenseEmbeddingBag):  # type: ignore[misc]
-    """TorchRec's dense kernel for bags that are summed, with rows that are updated in its backward."""
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return _looked_up(self, features, bags_by_feature(features), dim=1)
-
-
-def _looked_up(kernel: Any, features: KeyedJaggedTensor, bags: Iterable[tuple[Any, ...]], dim: int) -> Tensor:
-    """Returns what `_Lookup` gives for each feature, side by side."""
+def _looked_up(shards: Sequence[tuple[TouchedRows, "_RowStates"]], pooled: bool, features: KeyedJaggedTensor) -> Tensor:
+    """Returns what `_Lookup` gives for each feature's shard: rows below each other, or `pooled` bags side by side."""
     values = features.values().long().split(features.length_per_key())
-    shards = [kernel.touched[table] for table in kernel._feature_table_map]
+    bags = bags_by_feature(features) if pooled else [()] * len(values)
     # There is a backward only if an input requires a gradient.
     asks = torch.empty(0, requires_grad=True)
     found = [_Lookup.apply(*of, asks, ids, *of_bags) for of, ids, of_bags in zip(shards, values, bags, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=dim)
+    return found[0] if len(found) == 1 else torch.cat(found, dim=int(pooled))
 
 
 class _Lookup(torch.autograd.Function):
@@ -344,14 +326,13 @@ def of_each_id(gradient_RC: Tensor, S: int, lengths_R: Tensor, shares_S: Tensor 
 
 
 def _take_over(kernel: BatchedDenseEmbedding | BatchedDenseEmbeddingBag, optimizers: Mapping[str, TouchedRows]) -> None:
-    """Turns the kernel into _UpdatedRows or _UpdatedBags, over the storage it had, with its optimizers and shards."""
+    """Has the kernel look up the rows that it had by `_looked_up`, whose backward updates them."""
     rows = [weight.detach() for weight in kernel.split_embedding_weights()]
     owners = [optimizers[own_name(table.name)] for table in kernel.config.embedding_tables]
     shards = [(owner, owner.add_shard(row)) for owner, row in zip(owners, rows, strict=True)]
-    # TorchRec builds its kernels itself and has no option for another class. The optimizers stay out of its module
-    # tree, so that its state dict keeps the sharded names.
-    kernel.__class__ = _UpdatedRows if isinstance(kernel, BatchedDenseEmbedding) else _UpdatedBags
-    object.__setattr__(kernel, "touched", shards)
+    # TorchRec builds its kernels itself and has no option for another class.
+    of_features = [shards[table] for table in kernel._feature_table_map]
+    kernel.forward = partial(_looked_up, of_features, isinstance(kernel, BatchedDenseEmbeddingBag))
 
 
 def fused_adam(kernel: nn.Module) -> Any:

@@ -4,13 +4,12 @@ The tables are model-parallel: TorchRec shards them. The tower is data-parallel.
 exchanged (rows.py) through the wire's codec, and so are their gradients on the way back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-import torchrec.distributed.comm
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
@@ -30,16 +29,15 @@ from logitmix.modules.model import RetrievalModel, SampledLosses
 from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import ITEM, Schema
 from logitmix.modules.towers import Tower
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, TablesConfig, TrainConfig
+from logitmix.trainer.config import TABLE_OPTIMIZERS, TablesConfig, TableSettings, TrainConfig
 from logitmix.trainer.parallel.average import MovingAverage
 from logitmix.trainer.parallel.bags import PooledTable
-from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
 from logitmix.trainer.parallel.clipping import DetachedLookups
 from logitmix.trainer.parallel.flat import FlatLosses
 from logitmix.trainer.parallel.growing import GrowingTable, unique_ids, with_rows
 from logitmix.trainer.parallel.optimizer import TableOptimizers, set_fused_optimizer, table_name
 from logitmix.trainer.parallel.plan import Devices, Plans, TablePlan, TableRules, describe, placed, plan_tables
-from logitmix.trainer.parallel.replicas import SUFFIX, Replicas, by_host
+from logitmix.trainer.parallel.replicas import SUFFIX, Replicas
 from logitmix.trainer.parallel.rows import RowExchange, ShardedTables
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
@@ -93,27 +91,26 @@ class ParallelModel:
         """Gives this rank's part of some rows of a table, of their moving average and of their optimizer's state the
         values that these ids start from. Through `data`, because the backward of a lookup is under way, which would
         refuse a table that has changed; it has none of these rows."""
-        weights, states = self._of_growing[name]
-        for sharded in weights:
-            for shard, at, id_R in _parts_of(sharded, row_N, id_N):
-                column_C = _columns(shard)
-                shard.tensor.data[at] = _initial_rows(
-                    name, self.table_optimizers.config, self.train.seed, id_R, column_C
-                ).to(shard.tensor.dtype)
-        for state in states:
-            for shard, at, _ in _parts_of(state, row_N, id_N):
-                shard.tensor.data[at] = 0
+        for sharded, is_state in self._of_growing[name]:
+            for shard in sharded.local_shards():
+                place_N = row_N - shard.metadata.shard_offsets[0]
+                here = (place_N >= 0) & (place_N < shard.metadata.shard_sizes[0])
+                at, id_R = (of[here].to(shard.tensor.device) for of in (place_N, id_N))
+                if is_state:
+                    shard.tensor.data[at] = 0
+                    continue
+                rows_RC = _initial_rows(name, self.table_optimizers.config, self.train.seed, id_R, _columns(shard))
+                shard.tensor.data[at] = rows_RC.to(shard.tensor.dtype)
 
     @cached_property
-    def _of_growing(self) -> dict[str, tuple[list[ShardedTensor], list[ShardedTensor]]]:
-        """By growing table, its rows with their moving average, and what its optimizer keeps of them; by reference.
-        Made once: `shards` writes back what GPUs have cached of all tables."""
-        shards, states = self.shards(), self.table_optimizers.state_dict()
+    def _of_growing(self) -> dict[str, list[tuple[ShardedTensor, bool]]]:
+        """By growing table, its rows, their moving average, and what its optimizer keeps of them, with whether it is
+        that; by reference. Made once: `shards` writes back what GPUs have cached of all tables."""
+        rows = [self.shards(), *([self.average.tables] if self.average else [])]
+        states = self.table_optimizers.state_dict()
         return {
-            name: (
-                [shards[name], *([self.average.tables[name]] if self.average else [])],
-                [of for of in states.get(name, {}).values() if isinstance(of, ShardedTensor)],
-            )
+            name: [(of[name], False) for of in rows]
+            + [(of, True) for of in states.get(name, {}).values() if isinstance(of, ShardedTensor)]
             for name in self.growing
         }
 
@@ -203,11 +200,11 @@ def parallelize(
     """
     rules = TableRules(tables, train.ema > 0, wire.parts)
     collections, embedded = unsharded(schema, model, rules, ranks.device)
-    devices, size = Devices.of(ranks), tables.ranks_of_group(ranks.world_size)
+    devices = Devices.of(ranks)
     plans = plan_tables(embedded, rules, devices, ranks.group)
-    replicas = Replicas.of(ranks, size, wire.timeout_seconds)
+    replicas = Replicas.of(ranks, tables.ranks_of_group(ranks.world_size), wire.timeout_seconds)
     group_plans = placed(plans, replicas.first_rank, devices.per_host)
-    modules = _shard(collections.tables, group_plans, tables, wire.timeout_seconds, ranks, replicas)
+    modules = _shard(collections.tables, group_plans, tables, ranks, replicas)
     attached = attach(modules, wire, seed=derive_key("wire", train.seed))
     sharded, pooled = [], []
     for each in modules.values():
@@ -230,7 +227,7 @@ def parallelize(
         # It loads slowly.
         from logitmix.trainer.parallel.compiled import compile_towers
 
-        compile_towers(losses, ranks.device)
+        compile_towers(losses)
     dense = torch.bfloat16 if wire.dense == "bf16" else torch.float32
     parallel = ParallelModel(
         sharded,
@@ -272,71 +269,44 @@ def embedding_tables(schema: Schema, rules: TableRules, device: torch.device) ->
     """
     found = []
     for each in schema.tables:
-        _require_supported(each.name, rules, device)
-        of = rules.of(each.name)
+        settings = rules.of(each.name)
+        _require_supported(each.name, settings, rules, device.type)
         weighs = schema.weighs(each.name)
-        found.append(EmbeddingTable(each.name, each.rows, each.dim, of.precision, of.pooled, weighs, each.values))
+        found.append(
+            EmbeddingTable(each.name, each.rows, each.dim, settings.precision, settings.pooled, weighs, each.values)
+        )
     return found
 
 
-def _require_supported(name: str, rules: TableRules, device: torch.device) -> None:
-    settings = rules.of(name)
-    if settings.pooled and name == ITEM:
-        raise ValueError(f"tables.{name}.pooled is true, but items are needed one by one; set it to false")
-    if settings.sharding in BY_HOST and not settings.pooled:
-        pooled = "" if name == ITEM else f", or tables.{name}.pooled to true"
-        raise ValueError(
-            f"the sharding of table {name} is {settings.sharding}, which only pooled tables can have; set another "
-            f"tables.{name}.sharding{pooled}"
-        )
-    if settings.precision == "fp16" and settings.optimizer == "adam" and device.type == "cpu":
-        raise ValueError(
-            f"the precision of table {name} is fp16, which FBGEMM trains with adam on CUDA only; set the precision to "
-            "fp32, or tables.optimizer to rowwise_adagrad or sgd"
-        )
-    if settings.precision == "fp16" and settings.optimizer in TABLE_OPTIMIZERS.plugins:
-        raise ValueError(
-            f"the precision of table {name} is fp16, which FBGEMM's own optimizers train, not {settings.optimizer} of "
-            "a plugin; set it to fp32"
-        )
-    if settings.cache_load_factor < 1:
-        _require_cacheable(name, rules, device)
-    if rules.parts > 1 and settings.optimizer == "adam" and device.type == "cuda":
-        raise ValueError(
-            f"comm.parts is {rules.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a "
-            "step; give --comm.parts 1 or another --tables.optimizer"
-        )
-
-
-def _require_cacheable(name: str, rules: TableRules, device: torch.device) -> None:
-    settings = rules.of(name)
-    said = f"tables.cache_load_factor is {settings.cache_load_factor:g} for table {name}, "
-    mended = f"set tables.{name}.cache_load_factor to 1"
-    if device.type == "cpu":
-        raise ValueError(f"{said}but only GPUs cache rows of the host's memory; {mended}")
-    if settings.optimizer in TABLE_OPTIMIZERS.plugins:
-        raise ValueError(
-            f"{said}whose rows FBGEMM's own optimizers train, not {settings.optimizer} of a plugin; {mended}, or set "
-            "another optimizer"
-        )
-    if settings.capacity:
-        raise ValueError(f"{said}whose rows pass from value to value, which the cache does not know; {mended}")
-    if rules.averaged:
-        raise ValueError(f"{said}whose rows are not averaged; {mended}, or train.ema to 0")
-    if rules.parts > 1:
+def _require_supported(name: str, settings: TableSettings, rules: TableRules, device: str) -> None:
+    optimizer, cached = settings.optimizer, settings.cache_load_factor < 1
+    plugin, adam = optimizer in TABLE_OPTIMIZERS.plugins, optimizer == "adam"
+    refused = {
+        f"tables.{name}.pooled is true, but items are needed one by one; set it to false": (
+            settings.pooled and name == ITEM
+        ),
+        f"the precision of table {name} is fp16, which FBGEMM's own optimizers train, and adam on CUDA only; set it to "
+        "fp32, or tables.optimizer to rowwise_adagrad or sgd": (
+            settings.precision == "fp16" and (plugin or (adam and device == "cpu"))
+        ),
+        f"comm.parts is {rules.parts}, but FBGEMM's Adam on CUDA, of table {name}, counts each part as a step; give "
+        "--comm.parts 1 or another --tables.optimizer": rules.parts > 1 and adam and device == "cuda",
         # FBGEMM's backward looks for rows where the latest forward has cached them.
-        raise ValueError(f"{said}whose rows are sent in one part, and comm.parts is {rules.parts}; set it to 1")
+        f"tables.cache_load_factor is {settings.cache_load_factor:g} for table {name}, but only GPUs cache rows of the "
+        "host's memory, with FBGEMM's own optimizers, comm.parts 1, no train.ema and no capacity; set "
+        f"tables.{name}.cache_load_factor to 1": (
+            cached and (device == "cpu" or plugin or settings.capacity or rules.averaged or rules.parts > 1)
+        ),
+    }
+    if said := next((said for said, holds in refused.items() if holds), None):
+        raise ValueError(said)
 
 
 def _shard(
-    collections: nn.ModuleDict, plans: Plans, settings: TablesConfig, seconds: int, ranks: Ranks, replicas: Replicas
+    collections: nn.ModuleDict, plans: Plans, settings: TablesConfig, ranks: Ranks, replicas: Replicas
 ) -> nn.ModuleDict:
     for key, weight in collections.named_parameters():
         set_fused_optimizer(weight, settings.of(table_name(key)))
-    comm, size = torchrec.distributed.comm, replicas.group.size()
-    if any(plan.sharding_type in DIVIDED_BY_HOST for plan in plans.values()):
-        per_host = Devices.of(ranks).of_group(settings).per_host
-        comm._INTRA_PG, comm._CROSS_PG = by_host(ranks, size, per_host, seconds)
     env, sharded = ShardingEnv.from_process_group(replicas.group), nn.ModuleDict()
     for name, each in collections.items():
         bags = isinstance(each, EmbeddingBagCollection)
@@ -344,8 +314,6 @@ def _shard(
         tables = [table_name(key) for key, _ in each.named_parameters()]
         plan = EmbeddingModuleShardingPlan({torchrec_name(table): plans[table] for table in tables})
         sharded[name] = sharder.shard(each, plan, env, ranks.device)
-    # Kept there, they would outlive the process group that they are of.
-    comm._INTRA_PG = comm._CROSS_PG = None
     return sharded
 
 
@@ -382,15 +350,6 @@ def _columns(shard: Shard) -> Tensor:
     """Returns the columns [C] of a table that a shard has."""
     first, count = shard.metadata.shard_offsets[1], shard.metadata.shard_sizes[1]
     return torch.arange(first, first + count, device=shard.tensor.device)
-
-
-def _parts_of(sharded: ShardedTensor, row_N: Tensor, id_N: Tensor) -> Iterator[tuple[Shard, Tensor, Tensor]]:
-    """Yields this rank's shards with those of the rows that they have, by place in the shard, and the rows' ids."""
-    for shard in sharded.local_shards():
-        place_N = row_N - shard.metadata.shard_offsets[0]
-        there = (place_N >= 0) & (place_N < shard.metadata.shard_sizes[0])
-        device = shard.tensor.device
-        yield shard, place_N[there].to(device), id_N[there].to(device)
 
 
 _ROWS = 2**16

@@ -4,13 +4,13 @@ TorchRec's planner places all tables together. If `tables.sharding` is auto, it 
 for each table. But a table larger than one rank's share of all bytes is always row_wise, because a rank that held it
 whole would hold most of everything. column_wise is used only on request: it sends each id to all owners of its columns,
 and the FP8 wire gives each shard's columns their own scale. A table with too few rows for all ranks is table_wise
-instead of row_wise. Pooled tables can be divided by hosts, on request (by_host.py).
+instead of row_wise.
 """
 
 import copy
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -30,8 +30,7 @@ from torchrec.distributed.types import CacheParams, ParameterSharding
 from logitmix.comm.process_group import Ranks
 from logitmix.common.mappings import first_line
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name, torchrec_name
-from logitmix.trainer.config import BY_HOST, TABLE_OPTIMIZERS, TablesConfig, TableSettings
-from logitmix.trainer.parallel.by_host import plan_by_host
+from logitmix.trainer.config import TablesConfig, TableSettings
 from logitmix.trainer.parallel.optimizer import set_fused_optimizer, state_per_row, table_kernel, table_name
 from logitmix.trainer.parallel.row_map import map_bytes
 from logitmix.trainer.parallel.sharded_rows import ShardPlace
@@ -134,36 +133,25 @@ def plan_tables(
     """
     settings, job, devices = rules.settings, devices, devices.of_group(rules.settings)
     _require_room(tables, rules, devices)
-    plans: dict[str, ParameterSharding] = plan_by_host(
-        [table for table in tables if settings.of(table.name).sharding in BY_HOST],
-        {table.name: settings.of(table.name).sharding for table in tables},
-        {table.name: _whole(table, rules).device for table in tables},
-        devices.world_size // devices.per_host,
-        devices.per_host,
-        devices.kind,
-    )
-    by_host = [table for table in tables if table.name in plans]
-    placed = max(of.device for of in bytes_by_rank(describe(plans, by_host, rules), devices.world_size))
-    others = [table for table in tables if table.name not in plans]
     # The planner does not know of moving averages, so it is told of less room: what they take in equal shares.
-    averages = sum(_average_bytes(table, rules) for table in others) // devices.world_size
+    averages = sum(_average_bytes(table, rules) for table in tables) // devices.world_size
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=devices.world_size,
             local_world_size=devices.per_host,
             compute_device=devices.kind,
-            hbm_cap=devices.bytes and max(0, devices.bytes - averages - placed),
+            hbm_cap=devices.bytes and max(0, devices.bytes - averages),
             # What the host has room for is checked below.
-            ddr_cap=_UNLIMITED if devices.kind == "cuda" else None,
+            ddr_cap=2**60 if devices.kind == "cuda" else None,
         ),
         # The planner's grid search takes seconds for a dozen tables.
         proposer=[GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()],
         storage_reservation=FixedPercentageStorageReservation(percentage=_RESERVED),
-        constraints=_constraints(others, settings, devices),
+        constraints=_constraints(tables, settings, devices),
     )
     # Pooled tables are planned like the others, because on CPU the planner does not know that a row_wise
     # EmbeddingBagCollection exists.
-    collections = embedding_collections([replace(table, pooled=False) for table in others])
+    collections = embedding_collections([replace(table, pooled=False) for table in tables])
     for key, weight in collections.named_parameters():
         of = settings.of(table_name(key))
         # The planner would count Adam's state of cached rows as memory of the GPU.
@@ -175,6 +163,7 @@ def plan_tables(
         raise ValueError(
             f"the planner cannot place the tables with tables.sharding {settings.sharding}: {first_line(error)}"
         ) from None
+    plans: dict[str, ParameterSharding] = {}
     for collection in collections:
         found = cast(dict[str, ParameterSharding], whole.get_plan_for_module(collection))
         plans |= {own_name(name): plan for name, plan in found.items()}
@@ -197,9 +186,6 @@ def plan_tables(
     return plans
 
 
-_UNLIMITED = 2**60
-
-
 def placed(plans: Plans, first_rank: int, per_host: int) -> Plans:
     """Returns the plans of a group whose first rank is this one: TorchRec's places of shards have the ranks of the
     whole job, its lists of ranks those of the group."""
@@ -219,33 +205,14 @@ def _require_room(tables: Sequence[EmbeddingTable], rules: TableRules, devices: 
     sizes = {table.name: _whole(table, rules).device for table in tables}
     total, room = sum(sizes.values()), devices.bytes * (1 - _RESERVED)
     if total > room * devices.world_size:
-        largest = max(tables, key=lambda table: sizes[table.name])
-        name, cached = largest.name, _fitting(largest, rules, int(room * devices.world_size) - total)
+        name = max(sizes, key=lambda name: sizes[name])
         raise ValueError(
             f"the tables take {binary_size(total)} with their optimizers' state and moving averages, "
             f"{binary_size(sizes[name])} of it table {name}, and {devices.world_size} GPUs have "
             f"{binary_size(int(room) * devices.world_size)} for them; use {math.ceil(total / room)} ranks or more, "
-            f"{cached}a smaller --tables.{name}.dim, or --tables.optimizer rowwise_adagrad or sgd, which keep less"
+            f"a smaller --tables.{name}.dim or --tables.{name}.cache-load-factor, or --tables.optimizer "
+            "rowwise_adagrad or sgd, which keep less"
         )
-
-
-def _fitting(table: EmbeddingTable, rules: TableRules, missing: int) -> str:
-    """Returns the share of the table's rows that GPUs may cache where they have no room for the rows; `missing` is
-    negative."""
-    settings = rules.of(table.name)
-    plugin = settings.optimizer in TABLE_OPTIMIZERS.plugins
-    # As parallelize.py refuses them.
-    refused = rules.averaged or plugin or settings.capacity or rules.parts > 1
-    for factor in () if refused else _FACTORS:
-        cached = replace(_of(table, rules, "table_wise", ()), cache_load_factor=factor)
-        whole = ShardPlace(0, 0, table.rows, 0, table.dim)
-        less = cached.held(whole).device - _whole(table, rules).device
-        if factor < settings.cache_load_factor and less <= missing:
-            return f"--tables.{table.name}.cache-load-factor {factor:g}, which keeps its rows in the hosts' memory, "
-    return ""
-
-
-_FACTORS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 
 
 _RESERVED = 0.15
@@ -254,15 +221,14 @@ _RESERVED = 0.15
 
 def describe(plans: Plans, tables: Sequence[EmbeddingTable], rules: TableRules) -> dict[str, TablePlan]:
     """Returns the plans by table, as TablePlans."""
-    return {table.name: _describe(plans[table.name], table, rules) for table in tables}
+    found = {}
+    for table in tables:
+        plan = cast(Any, plans[table.name])
+        found[table.name] = _described(table, rules, plan.sharding_type, map(ShardPlace.of, plan.sharding_spec.shards))
+    return found
 
 
-def _describe(parameter: Any, table: EmbeddingTable, rules: TableRules) -> TablePlan:
-    shards = tuple(map(ShardPlace.of, parameter.sharding_spec.shards))
-    return _of(table, rules, parameter.sharding_type, shards)
-
-
-def _of(table: EmbeddingTable, rules: TableRules, sharding: str, shards: tuple[ShardPlace, ...]) -> TablePlan:
+def _described(table: EmbeddingTable, rules: TableRules, sharding: str, shards: Iterable[ShardPlace]) -> TablePlan:
     settings = rules.of(table.name)
     return TablePlan(
         rows=table.rows,
@@ -272,7 +238,7 @@ def _of(table: EmbeddingTable, rules: TableRules, sharding: str, shards: tuple[S
         precision=table.precision,
         pooled=table.pooled,
         bytes=_bytes(table, settings) + _average_bytes(table, rules),
-        shards=shards,
+        shards=tuple(shards),
         cache_load_factor=settings.cache_load_factor,
         map_bytes=map_bytes(table.rows - 1, settings.admit_after) if table.values else 0,
     )
@@ -281,7 +247,7 @@ def _of(table: EmbeddingTable, rules: TableRules, sharding: str, shards: tuple[S
 def _whole(table: EmbeddingTable, rules: TableRules) -> Held:
     """Returns what a rank would hold that had the table to itself."""
     whole = ShardPlace(0, 0, table.rows, 0, table.dim)
-    return _of(table, rules, "table_wise", (whole,)).held(whole)
+    return _described(table, rules, "table_wise", [whole]).held(whole)
 
 
 def bytes_by_rank(plan: Mapping[str, TablePlan], world_size: int) -> list[Held]:
@@ -321,11 +287,8 @@ def plan_summary(plan: Mapping[str, TablePlan]) -> str:
 
 def binary_size(count: int) -> str:
     """Returns a number of bytes in KiB, MiB, GiB or TiB."""
-    unit, name = next((of for of in _UNITS if count >= of[0]), _UNITS[-1])
-    return f"{count / unit:,.1f} {name}"
-
-
-_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    power = min(4, max(1, (count.bit_length() - 1) // 10))
+    return f"{count / 2 ** (10 * power):,.1f} {'KMGT'[power - 1]}iB"
 
 
 def _constraints(
@@ -333,11 +296,12 @@ def _constraints(
 ) -> dict[str, ParameterConstraints]:
     sizes = {table.name: _bytes(table, config.of(table.name)) for table in tables}
     share = sum(sizes.values()) / devices.world_size
+    fused, cached = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value
     return {
         torchrec_name(table.name): ParameterConstraints(
             sharding_types=_sharding_types(table, config.of(table.name), sizes[table.name] > share, devices.world_size),
             # Free to choose, the planner would keep rows in host memory where a GPU has no room for them.
-            compute_kernels=_kernels(config.of(table.name)) if devices.kind == "cuda" else None,
+            compute_kernels=[cached if _cache(config.of(table.name)) else fused] if devices.kind == "cuda" else None,
             cache_params=_cache(config.of(table.name)),
             min_partition=_columns_per_rank(table.dim, devices.world_size),
             pooling_factors=[float(min(table.rows, _IDS))],
@@ -345,11 +309,6 @@ def _constraints(
         )
         for table in tables
     }
-
-
-def _kernels(settings: TableSettings) -> list[str]:
-    fused, cached = EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM_CACHING
-    return [(cached if settings.cache_load_factor < 1 else fused).value]
 
 
 def _cache(settings: TableSettings) -> CacheParams | None:
@@ -372,7 +331,7 @@ def _columns_per_rank(dim: int, world_size: int) -> int:
 
 
 def _average_bytes(table: EmbeddingTable, rules: TableRules) -> int:
-    return 4 * table.rows * table.dim if rules.averaged else 0
+    return 4 * table.rows * table.dim * rules.averaged
 
 
 def _bytes(table: EmbeddingTable, settings: TableSettings) -> int:

@@ -51,14 +51,6 @@ class Replicas:
         return self.number * self.group.size()
 
 
-def by_host(ranks: Ranks, size: int, per_host: int, timeout_seconds: int) -> list[dist.ProcessGroup]:
-    """Returns, for tables that groups of `size` ranks divide by hosts of `per_host`, the ranks of this one's host, and
-    those of its group with its number in their hosts. TorchRec would take both from the whole job. Collective."""
-    hosts = np.arange(ranks.world_size).reshape(-1, size // per_host, per_host)
-    across = hosts.transpose(0, 2, 1).reshape(-1, size // per_host)
-    return [_own(of, ranks, timeout_seconds) for of in (hosts.reshape(-1, per_host), across)]
-
-
 def _own(groups: np.ndarray, ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
     """Returns the group with this rank among some groups [groups, ranks], which together are all ranks."""
     made = {tuple(members): dist.new_group(members) for members in groups.tolist()}

@@ -118,25 +118,19 @@ class RowExchange:
         pooled table they are bags, and its rows [R, D] are the bags' means. On CUDA, ids are sent on a separate
         `stream`, so that they need not wait for the previous batch. With `cuts`, call `receive_gradients`
         before `apply_gradients`."""
-        dims = {name: dim for each in tables for name, dim in each.dims.items()}
         unique = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Tensor)}
         bags = {name: of_table for name, of_table in ids.items() if isinstance(of_table, Bags)}
-        assert unique.keys() == dims.keys() and bags.keys() == {each.name for each in pooled}
-        lengths = {name: len(of_table) for name, of_table in unique.items()}
-        lengths |= {name: len(of_table.offsets) - 1 for name, of_table in bags.items()}
-        dims |= {each.name: each.dim for each in pooled}
-        self.rows = {name: torch.empty(lengths[name], dim, device=device) for name, dim in dims.items()}
+        shapes = {name: (len(unique[name]), dim) for each in tables for name, dim in each.dims.items()}
+        shapes |= {each.name: (len(bags[each.name].offsets) - 1, each.dim) for each in pooled}
+        self.rows = {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
         self.stream, self.cuts = stream, cuts
         self.lookups: list[list[DetachedLookup]] = []
         slices = [each.slices(unique) for each in tables]
         self.parts: list[list[_Part | PooledRows]] = []
         asked: list[list[Tensor]] = [[] for _ in range(group.size())]
         for number in range(tables[0].parts):
-            of_part = [
-                _Part(each, unique, slices_of[number], asked, group)
-                for each, slices_of in zip(tables, slices, strict=True)
-            ]
-            self.parts.append([*of_part])
+            pairs = zip(tables, slices, strict=True)
+            self.parts.append([_Part(each, unique, slices_of[number], asked, group) for each, slices_of in pairs])
         self.parts[0] += [PooledRows(each, bags[each.name], asked, device, stream) for each in pooled]
         self.ids = IdExchange(asked, group, device, stream)
         self.rows_sent = False

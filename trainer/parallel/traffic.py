@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ from logitmix.comm.config import CODECS, WireConfig
 from logitmix.modules.batch import Bags
 from logitmix.modules.config import LossConfig
 from logitmix.modules.schema import ITEM, USER, Schema
-from logitmix.trainer.parallel.by_host import DIVIDED_BY_HOST
 from logitmix.trainer.parallel.plan import TablePlan
 from logitmix.trainer.parallel.sharded_rows import ShardPlace
 
@@ -79,39 +77,28 @@ def rows_sent(
     """
     W = len(ids_by_rank)
     size = group_size or W
-    lanes, found = gcd(size, per_host), _Crossings(W, per_host)
+    found = _Crossings(W, per_host)
     for name, table in plan.items():
         named = [of_rank[name] for of_rank in ids_by_rank]
         bags = isinstance(named[0], Bags)
-        by_host = bags and table.sharding in DIVIDED_BY_HOST
         for shards in _by_columns(table):
             owner_S, first_S = (np.array([getattr(of, key) for of in shards]) for key in ("rank", "first_row"))
             way, shards_O = (name, shards[0].columns), np.bincount(owner_S, minlength=size)
-            held_W, bags_W = np.zeros((2, W), np.int64)
+            held_W = np.zeros(W, np.int64)
             for rank, of in enumerate(named):
-                group, ids = _slice(rank, size), of.values.sort().values if isinstance(of, Bags) else of
+                # The ranks of the group that this one belongs to: each `size` consecutive ones are a group.
+                group = slice(rank - rank % size, rank - rank % size + size)
+                ids = of.values.sort().values if isinstance(of, Bags) else of
                 rows_S = np.diff(np.searchsorted(ids.numpy(), first_S), append=len(ids))
                 rows_O = np.bincount(owner_S, rows_S, size).astype(np.int64)
                 held_W[group] += rows_O
                 if isinstance(of, Bags):
-                    bags_W[rank] = len(of.offsets) - 1
-                    rows_O = shards_O * bags_W[rank]
-                if by_host:
-                    # The rank with this one's number in the owners' host adds them up.
-                    rows_O[np.arange(size) % lanes != rank % lanes] = 0
+                    rows_O = shards_O * (len(of.offsets) - 1)
                 found.add((*way, not bags), group, rank, rows_O)
-            for owner in range(W if by_host else 0):
-                bags_L = bags_W[_slice(owner, size)].reshape(-1, lanes).sum(0)
-                found.add((*way, False), owner, _slice(owner, lanes), shards_O[owner % size] * bags_L)
             for rank in range(W if size < W else 0):
                 peers = slice(rank % size, W, size)
                 found.add((*way, False), rank, peers, np.full(W // size, held_W[rank]), to_peers=True)
     return {crossing: rows_2W for crossing, rows_2W in found.rows.items() if rows_2W.any()}
-
-
-def _slice(rank: int, size: int) -> slice:
-    """Returns the ranks of the group that a rank belongs to, if each `size` consecutive ranks are a group."""
-    return slice(rank - rank % size, rank - rank % size + size)
 
 
 class _Crossings:

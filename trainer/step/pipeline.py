@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from math import inf
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,10 +31,6 @@ from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.rows import RowExchange
 from logitmix.trainer.run.metrics import RunProgress
 from logitmix.trainer.schedule import learning_rate_factor
-
-State = Literal[
-    "no rows sent", "rows sent", "rows received", "loss computed", "gradients computed", "gradients checked"
-]
 
 PHASES = ("data", "all_to_all", "forward", "backward", "optimizer")
 """Phases of a step. data is waiting for the next batch, and its copy to the device. all_to_all is the exchange of rows
@@ -50,16 +46,12 @@ class Clock:
         """`elapsed` and `in_steps`: what an earlier process has spent on the run."""
         self.device, self.in_steps, self.exact = device, in_steps, False
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.elapsed = elapsed
+        self.began = time.perf_counter() - elapsed
 
     @property
     def elapsed(self) -> float:
         """Wall-clock seconds of the run's training so far, whatever they were spent on."""
-        return time.perf_counter() - self._began
-
-    @elapsed.setter
-    def elapsed(self, seconds: float) -> None:
-        self._began = time.perf_counter() - seconds
+        return time.perf_counter() - self.began
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -116,11 +108,6 @@ class _ReadLater:
         return self.host.tolist()
 
 
-class Prefetched(NamedTuple):
-    batch: Batch
-    rows: RowExchange
-
-
 class Batches(Protocol):
     """Batches of a run, by step."""
 
@@ -130,9 +117,8 @@ class Batches(Protocol):
 class Pipeline:
     """Trains a model step by step, on all ranks together.
 
-    Each step calls `receive_rows`, `loss`, `backward`, `check_gradients` and `apply_gradients`, in this order; any
-    other order is an AssertionError. `train_step` calls all five. The attributes hold a step's results until the next
-    `receive_rows`.
+    Each step calls `receive_rows`, `loss`, `backward`, `check_gradients` and `apply_gradients`, in this order;
+    `train_step` calls all five. The attributes hold a step's results until the next `receive_rows`.
 
     Use as a context manager: on exit, the ranks together finish the transfers that they began for the next batch.
     """
@@ -174,7 +160,7 @@ class Pipeline:
         self.total, self.step, self.skipped, self.examples = total, done.step, done.skipped, done.examples
         self.clock = Clock(model.ranks.device, done.seconds, done.step_seconds)
         self.minutes, self.reserved, self.time_passed = minutes, 0.0, 0.0
-        self.state: State = "no rows sent"
+        self._rows_sent = False
         self.skips, self._in_a_row = [], 0
         on_device = model.ranks.device.type == "cuda" and not model.cached
         self._checks = _ReadLater(model.replicated.checks) if on_device else None
@@ -187,7 +173,8 @@ class Pipeline:
         self._making: Future[Batch] | None = None
         self._rows: RowExchange | None = None
         self.total_norm = None
-        self._next: Prefetched | None = None
+        self._next: tuple[Batch, RowExchange] | None = None
+        """The next batch, whose rows are in flight."""
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -196,7 +183,7 @@ class Pipeline:
         # Without the other ranks, what is in flight never arrives; and no later error may hide the first.
         if self._next and not isinstance(error, RuntimeError):
             with nullcontext() if error is None else suppress(Exception):
-                self._next.rows.abandon()
+                self._next[1].abandon()
         self._thread.shutdown()
 
     @property
@@ -223,15 +210,14 @@ class Pipeline:
 
     def receive_rows(self) -> None:
         """Begins the next step: waits for its rows and sends the ids of the batch after it."""
-        self._require("receive_rows", "no rows sent", "rows sent")
         assert self.step < self.total, f"all {self.total} steps are done"
         if self._next is None:
             self._next = self._prefetch(self.step)
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
         assert self._next
-        if self.state == "no rows sent":
+        if not self._rows_sent:
             with self.clock("all_to_all"):
-                self._next.rows.send_rows()
+                self._next[1].send_rows()
         self.step += 1
         self.skips = []
         self.clock.exact = self.logged
@@ -240,33 +226,28 @@ class Pipeline:
         with self.clock("all_to_all"):
             self.rows = rows.wait()
             if self._next and not self.model.stream:
-                self._next.rows.send_ids()
-        self._rows, self.state = rows, "rows received"
+                self._next[1].send_ids()
+        self._rows = rows
 
     def loss(self) -> None:
-        self._require("loss", "rows received")
         with self.clock("forward"):
             self.losses = self.model.loss(self.rows, self.batch)
             if self._next:
                 # On CUDA only now: while the host waits for the ranks' counts, the device has the forward pass to do.
-                self._next.rows.send_ids()
-        self.state = "loss computed"
+                self._next[1].send_ids()
 
     def backward(self) -> None:
         """Computes the gradients of the dense part, whose sum over the ranks begins, and of this rank's rows."""
-        self._require("backward", "loss computed")
         with self.clock("backward"):
             self.model.backward(self.losses["loss"], self.rows)
         if self._checks:
             # At once, beside the sum of the dense part's gradients.
             self._send_gradients()
-        self.state = "gradients computed"
 
     def check_gradients(self) -> None:
         """Has all ranks skip this step if the loss or a gradient is not finite on one of them; ValueError if so many
         steps in a row were skipped. On CUDA the device finds and skips it, and the host is told whether the step before
         was skipped."""
-        self._require("check_gradients", "gradients computed")
         with self.clock("backward"):
             self._settle()
             checks, finite = self.model.replicated.checks, self.model.replicated.check()
@@ -277,7 +258,6 @@ class Pipeline:
             else:
                 self.gradient_norm = get_total_norm(self.model.tower_gradients())
                 self._note(self.step, _broken_rank(checks.tolist()))
-        self.state = "gradients checked"
 
     def _settle(self) -> None:
         """Notes on CUDA what the device has found of the latest step. It is waited for that long, but no longer."""
@@ -322,7 +302,7 @@ class Pipeline:
         if (limit := (self.minutes * 60 - self.reserved) * 1000) < inf:
             milliseconds = largest(round(self.clock.elapsed * 1000), self.model.ranks)
             # A checkpoint has rank 0's time: if it were less, a run whose minutes are used up could be trained on.
-            self.clock.elapsed = milliseconds / 1000
+            self.clock.began = time.perf_counter() - milliseconds / 1000
             self.time_passed = milliseconds / max(1.0, limit)
         return self.time_passed >= 1
 
@@ -330,10 +310,9 @@ class Pipeline:
         """Updates the tables and the dense part; with `prefetch`, sends the rows of the next batch, if there is one,
         each part as soon as it is updated. With `settle`, and in a logged step, the host waits to know whether the step
         was skipped."""
-        self._require("apply_gradients", "gradients checked")
         assert self._rows
-        next_batch = self._next.rows if self._next and prefetch else None
-        self.state = "rows sent" if next_batch else "no rows sent"
+        next_batch = self._next[1] if self._next and prefetch else None
+        self._rows_sent = next_batch is not None
         skipped = not self._checks and self.skips
         if not self._checks and not skipped:
             self._send_gradients()
@@ -370,7 +349,7 @@ class Pipeline:
         torch._foreach_mul_(self.model.tower_gradients(), scale)
         return scale
 
-    def _prefetch(self, number: int) -> Prefetched | None:
+    def _prefetch(self, number: int) -> tuple[Batch, RowExchange] | None:
         """Returns batch `number`; begins the exchange of its row counts, and has a thread make the batch after it."""
         if number >= self.total:
             return None
@@ -382,7 +361,7 @@ class Pipeline:
             batch = self.model.placed(batch, number + 1)
             rows = self.model.row_exchange(batch.ids)
         with self.clock("data"):
-            return Prefetched(self.model.to_device(batch), rows)
+            return self.model.to_device(batch), rows
 
     def _set_learning_rates(self) -> None:
         train, tables = self.model.train, self.model.table_optimizers
@@ -396,7 +375,3 @@ class Pipeline:
 
     def _is_logged(self, step: int) -> bool:
         return step % self.model.train.log_every == 0 or step == self.total
-
-    def _require(self, call: str, *states: State) -> None:
-        needed = " or ".join(map(repr, states))
-        assert self.state in states, f"{call} was called in state {self.state!r}; it needs {needed}"

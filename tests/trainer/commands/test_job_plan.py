@@ -67,7 +67,7 @@ def test_gpus_that_are_not_here(recipe: str, capsys: pytest.CaptureFixture[str])
         ("--items 5 --rows city", "--rows has 'city'; give NAME=ROWS, such as city=50000"),
         ("--world-size 0", "--world-size is 0; it must be at least 1"),
         ("--world-size 6 --per-host 4", "--per-host is 4; it must be a divisor of the 6 ranks"),
-        ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM trains with"),
+        ("--device cpu --tables.precision fp16", "the precision of table item is fp16, which FBGEMM's"),
         ("--tables.brand.lr 1", "tables.brand: no table brand"),
         ("--start.model.dim 4", "the weights of the run that is trained first would not fit: model.dim was 4, is "),
         ("--data.path nothing", "no dataset at nothing"),

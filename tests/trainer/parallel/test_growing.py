@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from small_data import a_pipeline, a_step, assert_close, gather_table, small_config, table_rules
+from small_data import a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
@@ -16,9 +16,7 @@ from logitmix.modules.noise import derive_key, truncated_normal
 from logitmix.modules.schema import Schema
 from logitmix.trainer.commands.plan import plan_job
 from logitmix.trainer.config import Config, model_schema
-from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.parallel.growing import GrowingTable
-from logitmix.trainer.parallel.parallelize import embedding_tables
 from logitmix.trainer.parallel.plan import Devices
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
@@ -160,14 +158,6 @@ def test_settings_that_nothing_would_read_are_refused(featured: Path) -> None:
     for given, name, value in (("admit_after", "item.admit_after", 2), ("item.evict", "item.evict", "frequency")):
         with pytest.raises(ValueError, match=rf"^tables\.{name} is {value}; it must be left out, because no table has"):
             model_schema(Schema.of_ids(9), small_config(featured, {f"tables.{given}": value}))
-
-
-def test_rows_that_a_gpu_caches_are_refused(featured: Path) -> None:
-    settings = {"model.features": ["brand"], "tables.brand.capacity": 3, "tables.brand.cache_load_factor": 0.5}
-    config = small_config(featured, settings)
-    schema = model_schema(load_dataset(featured).schema, config)
-    with pytest.raises(ValueError, match=r"for table brand, whose rows pass from value to value, which the cache does"):
-        embedding_tables(schema, table_rules(config), torch.device("cuda"))
 
 
 def test_the_items_have_no_capacity(featured: Path) -> None:

@@ -1,7 +1,6 @@
 """Modules that the package does not know: their initial weights, their averages, and their mode."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,11 +9,8 @@ import torch
 from small_data import small_config, write_dataset
 from torch import Tensor, nn
 
-from logitmix.modules.config import ModelConfig
 from logitmix.modules.initialize import initialized, reset_layers
-from logitmix.modules.schema import Schema
 from logitmix.modules.towers import Tower
-from logitmix.serving.model import trained_tower
 from logitmix.trainer.loop import train
 from logitmix.trainer.parallel.average import MovingAverage
 
@@ -49,15 +45,6 @@ def test_weights_depend_on_the_generator_alone() -> None:
     assert not torch.equal(first.gru.weight_ih_l0, other.gru.weight_ih_l0)
     assert not torch.equal(first.output.weight, other.output.weight)
     assert torch.equal(first.mask, torch.full((3, 3), -torch.inf).triu(1))
-
-
-def test_a_generator_draws_what_it_draws_without() -> None:
-    """The weights of a run's first step do not change with what is checked."""
-    plain, drawn = Foreign(), generator(5)
-    plain.reset_parameters(drawn)
-    used = generator(5)
-    assert torch.equal(initialized(Foreign, used).output.weight, plain.output.weight)
-    assert torch.equal(used.get_state(), drawn.get_state())
 
 
 def parameter(value: Callable[[], Tensor]) -> Callable[[nn.Module], None]:
@@ -104,32 +91,3 @@ def test_modules_are_in_training_mode_in_training_alone(tmp_path: Path, monkeypa
         monkeypatch.setattr(Tower, name, noted)
     train(small_config(write_dataset(tmp_path / "data"), {"train.precision": "fp32"}), tmp_path / "run")
     assert asked == {"at_positions": {True}, "queries": {False}}
-
-
-class Masked(nn.Module):
-    """An encoder with a buffer that is not saved."""
-
-    def __init__(self, dim: int, config: Any) -> None:
-        super().__init__()
-        self.output = nn.Linear(dim, dim)
-        self.register_buffer("scale", torch.full((dim,), 2.0), persistent=False)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        reset_layers(self, generator)
-
-
-@dataclass(frozen=True)
-class MaskedConfig:
-    module = f"{__name__}:Masked"
-    kind: str = "masked"
-    max_length: int = 5
-
-    def require_width(self, dim: int) -> None: ...
-
-
-def test_serving_has_the_buffers_that_are_not_saved() -> None:
-    config, schema = ModelConfig(dim=4, encoder=cast(Any, MaskedConfig())), Schema.of_ids(3)
-    saved = initialized(lambda: Tower(config, schema), generator(0))
-    served = trained_tower(config, schema, saved.state_dict())
-    assert torch.equal(served.query_tower.encoder.scale, torch.full((4,), 2.0))
-    assert torch.equal(served.query_tower.encoder.output.weight, saved.query_tower.encoder.output.weight)

@@ -94,56 +94,48 @@ def test_weights_come_from_the_seed_alone(data: Path) -> None:
     assert abs(float(once.before[ITEM].std()) / (0.02 * 0.8796) - 1) < 0.1  # std of a normal cut at 2 sigma
 
 
-@pytest.mark.parametrize(
-    ("device", "optimizer", "parts", "refused"),
-    [("cuda", "adam", 2, True), ("cuda", "adam", 1, False), ("cuda", "sgd", 2, False), ("cpu", "adam", 2, False)],
+CACHED = {"tables.item.cache_load_factor": 0.1}
+ONLY = (
+    r"^tables\.cache_load_factor is 0\.1 for table item, but only GPUs cache rows of the host's memory, with FBGEMM's"
 )
-def test_parts_are_refused_where_each_would_count_as_a_step(
-    data: Path, device: str, optimizer: str, parts: int, refused: bool
-) -> None:
-    config = small_config(data, {"tables.optimizer": optimizer, "comm.parts": parts})
-    with pytest.raises(ValueError, match=r"give --comm\.parts 1") if refused else nullcontext():
-        embedding_tables(Schema.of_ids(ITEMS - 1), table_rules(config), torch.device(device))
 
 
 @pytest.mark.parametrize(
     ("device", "settings", "message"),
     [
-        ("cpu", {}, r"^tables\.cache_load_factor is 0\.1 for table item, but only GPUs cache rows .* to 1$"),
-        ("cuda", {"train.ema": 0.9}, r"whose rows are not averaged; .*, or train\.ema to 0$"),
+        ("cuda", {"comm.parts": 2}, r"give --comm\.parts 1"),
+        ("cuda", {"comm.parts": 2, "tables.optimizer": "sgd"}, None),
+        ("cpu", {"comm.parts": 2}, None),
+        ("cuda", CACHED, None),
+        ("cpu", CACHED, ONLY),
+        ("cuda", CACHED | {"train.ema": 0.9}, ONLY),
+        ("cuda", CACHED | {"comm.parts": 2, "tables.optimizer": "sgd"}, ONLY),
+        ("cuda", {"tables.zip.cache_load_factor": 0.1, "tables.zip.capacity": 3}, "for table zip, .* and no capacity"),
+        ("cuda", CACHED | {"tables.optimizer": "signs"}, ONLY),
         (
-            "cuda",
-            {"comm.parts": 2, "tables.optimizer": "sgd"},
-            r"are sent in one part, and comm\.parts is 2; set it to 1",
+            "cpu",
+            {"tables.itme.lr": 1.0},
+            r"^tables\.itme: no table itme \(did you mean item\?\); there are: item, zip$",
         ),
-        ("cuda", {"tables.optimizer": "signs"}, r"FBGEMM's own optimizers train, not signs of a plugin; .*$"),
-        ("cuda", {}, None),
+        (
+            "cpu",
+            {"tables.zip.precision": "fp16"},
+            "the precision of table zip is fp16, .* and adam on CUDA only",
+        ),
+        ("cpu", {"tables.item.pooled": True}, r"^tables\.item\.pooled is true, but items are needed one by one"),
     ],
 )
-def test_cached_rows_are_refused_where_none_can_be(
+def test_settings_that_no_table_can_have_are_refused(
     data: Path, monkeypatch: pytest.MonkeyPatch, device: str, settings: dict, message: str | None
 ) -> None:
     monkeypatch.setitem(TABLE_OPTIMIZERS.plugins, "signs", Plugin("signs", "", ""))
     monkeypatch.setitem(TABLE_OPTIMIZERS.data, "signs", ADAM)
     monkeypatch.setitem(TableSettings.__annotations__, "optimizer", str)
-    config = small_config(data, {"tables.item.cache_load_factor": 0.1, **settings})
+    zip_code = Feature("zip", "user", "id", "zip")
+    schema = Schema((Feature(ITEM, "item", "id", ITEM), zip_code), (Table(ITEM, ITEMS + 1), Table("zip", 5)))
+    config = small_config(data, {"model.features": ["zip"]} | settings)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        embedding_tables(Schema.of_ids(ITEMS - 1), table_rules(config), torch.device(device))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tables.itme.lr": 1.0}, r"^tables\.itme: no table itme \(did you mean item\?\); there are: item, zip$"),
-        ({"tables.zip.precision": "fp16"}, r"^the precision of table zip is fp16, which FBGEMM trains with adam on"),
-    ],
-)
-def test_settings_that_no_table_can_have_are_refused(data: Path, settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        zip_code = Feature("zip", "user", "id", "zip")
-        schema = Schema((Feature(ITEM, "item", "id", ITEM), zip_code), (Table(ITEM, ITEMS + 1), Table("zip", 5)))
-        config = small_config(data, {"model.features": ["zip"]} | settings)
-        embedding_tables(model_schema(schema, config), table_rules(config), torch.device("cpu"))
+        embedding_tables(model_schema(schema, config), table_rules(config), torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +155,16 @@ def test_the_next_rows_on_a_gpu(data: Path) -> None:
     settings = SGD | FP32 | {"train.device": "cuda"}
     for sent, moved in rows_that_follow([small_config(data, settings | {"comm.parts": parts}) for parts in (1, 3)]):
         assert torch.equal(sent, moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_rows_in_the_host_s_memory_move_like_those_of_the_gpu(data: Path, optimizer: str) -> None:
+    settings = FP32 | {"tables.optimizer": optimizer, "train.device": "cuda"}
+    there, cached = (
+        train_steps(small_config(data, settings | {"tables.cache_load_factor": factor}), 3) for factor in (1.0, 0.3)
+    )
+    assert_close(cached.after[ITEM] - cached.before[ITEM], there.after[ITEM] - there.before[ITEM], 1e-4)
 
 
 @pytest.mark.gpu

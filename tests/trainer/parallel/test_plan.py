@@ -54,7 +54,7 @@ def test_rows_that_a_gpu_has_no_room_for_are_not_planned_for_its_host(tmp_path: 
     whole = small_config(tmp_path, {"tables.optimizer": "sgd", "tables.sharding": "table_wise"})
     with pytest.raises(ValueError, match="the planner cannot place the tables"):
         plan_tables(tables, table_rules(whole), Devices(2, 2, "cuda", int(1.6 * 2**30)))
-    with pytest.raises(ValueError, match=r"take 2.4 GiB .* 2 GPUs have 1.7 GiB for them; use 3 ranks or more"):
+    with pytest.raises(ValueError, match=r"take 2.4 GiB .* 2 GPUs have 1.7 GiB .* 3 ranks or more, .*-load-factor, or"):
         plan_tables(tables, table_rules(config), Devices(2, 2, "cuda", 2**30))
 
 
@@ -80,23 +80,6 @@ def test_a_cached_table_is_in_the_host_s_memory(tmp_path: Path, optimizer: str, 
     plan_tables(tables, table_rules(config), Devices(2, 2, "cuda", 2**20, 2 * host))
     with pytest.raises(ValueError, match=r"the 2 ranks of a host would hold .* of tables in its memory, and it has"):
         plan_tables(tables, table_rules(config), Devices(2, 2, "cuda", 2**20, 2 * host - 1))
-
-
-def test_a_refusal_names_the_share_of_rows_to_cache(tmp_path: Path) -> None:
-    tables = [EmbeddingTable("item", 10**7, 64)]
-    devices = Devices(2, 2, "cuda", 2**30)
-    said = r"use 9 ranks or more, --tables\.item\.cache-load-factor 0\.5, which keeps its rows in the hosts' memory"
-    with pytest.raises(ValueError, match=said):
-        plan_tables(tables, table_rules(small_config(tmp_path)), devices)
-    plan_tables(tables, table_rules(small_config(tmp_path, {"tables.item.cache_load_factor": 0.5})), devices)
-    with pytest.raises(ValueError, match=r"use 12 ranks or more, a smaller --tables\.item\.dim"):
-        plan_tables(tables, table_rules(small_config(tmp_path, {"train.ema": 0.9})), devices)
-    with pytest.raises(ValueError, match=r"use 3 ranks or more, a smaller --tables\.item\.dim"):
-        plan_tables(
-            tables,
-            table_rules(small_config(tmp_path, {"comm.parts": 2, "tables.optimizer": "rowwise_adagrad"})),
-            devices,
-        )
 
 
 def test_a_plan_is_a_line_for_each_table() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitmix.trainer.parallel import row_map
-from logitmix.trainer.parallel.row_map import Layout, Named, RowMap
+from logitmix.trainer.parallel.row_map import Named, RowMap
 
 
 @dataclass
@@ -110,28 +110,6 @@ def test_rows_are_given_and_taken_as_by_the_reference(
 
 
 @given(
-    stream=STREAMS, capacity=st.integers(1, 40), parts=st.integers(2, 5), admit_after=st.integers(1, 2),
-    evict=st.sampled_from(["last_use", "frequency"]),
-)  # fmt: skip
-def test_parts_of_the_buckets_do_what_the_whole_does(
-    stream: list[list[int]], capacity: int, parts: int, admit_after: int, evict: Any
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_map, "WAYS", 4)
-        buckets = Layout(capacity).buckets
-        cuts = [buckets * part // parts for part in range(parts + 1)]
-        whole = RowMap(capacity, admit_after, evict)
-        divided = [RowMap(capacity, admit_after, evict, (cuts[part], cuts[part + 1])) for part in range(parts)]
-        for step, named in enumerate(stream, 1):
-            id_U = np.array([value for value in named if value], np.int64)
-            expected, found = whole.advance(id_U, step).row, np.zeros_like(id_U)
-            for part, held in enumerate(divided):
-                own = (cuts[part] <= whole.layout.bucket(id_U)) & (whole.layout.bucket(id_U) < cuts[part + 1])
-                found[own] = held.advance(id_U[own], step).row
-            assert found.tolist() == expected.tolist()
-
-
-@given(
     stream=STREAMS, later=STREAMS, capacity=st.integers(1, 17), ways=st.sampled_from([1, 3, 64]),
     evict=st.sampled_from(["last_use", "frequency"]), fewer=st.integers(0, 5),
 )  # fmt: skip
@@ -162,21 +140,3 @@ def test_a_map_goes_on_from_another(
                 second.advance(np.array(named, np.int64), step)
                 first.advance(np.array(named, np.int64), step + len(stream) + 1)
             assert first.find(everything).tolist() == second.find(everything).tolist()
-
-
-@given(
-    stream=STREAMS,
-    spare=st.integers(0, 20),
-    ways=st.sampled_from([1, 3, 64]),
-    evict=st.sampled_from(["last_use", "frequency"]),
-)
-def test_with_as_many_rows_as_values_each_keeps_its_own(
-    stream: list[list[int]], spare: int, ways: int, evict: Any
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_map, "WAYS", ways)
-        rows, given_to = RowMap(30 + spare, evict=evict), dict[int, int]()
-        for step, named in enumerate(stream, 1):
-            for value, row in zip(named, rows.advance(np.array(named, np.int64), step).row.tolist(), strict=True):
-                assert given_to.setdefault(value, row) == row and (row > 0) == (value > 0)
-        assert len(set(given_to.values())) == len(given_to)

@@ -9,11 +9,8 @@ import torch
 from small_data import a_pipeline, small_config, write_dataset
 from torch import Tensor
 
-from logitmix.modules.encoders import hstu, sasrec
-from logitmix.modules.noise import Noise
 from logitmix.trainer.config import Config
 from logitmix.trainer.parallel import compiled
-from logitmix.trainer.parallel.compiled import compile_towers
 
 STEPS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -66,13 +63,3 @@ def test_equals_eager_up_to_rounding(name: str, precision: str, tmp_path: Path) 
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
     for ours, theirs in zip(of_compiled, eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
-
-
-def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> str:
-        raise compiled.InvalidCxxCompiler
-
-    monkeypatch.setattr(compiled, "get_cpp_compiler", none)
-    with pytest.raises(ValueError, match=r"^train\.compile is true, but torch\.compile finds no C\+\+ compiler here; "):
-        compile_towers(None, torch.device("cpu"))  # type: ignore[arg-type]
-    assert not any(hasattr(of, "_torchdynamo_disable") for of in (Noise.dropout, sasrec.attend_padded, hstu.attend))

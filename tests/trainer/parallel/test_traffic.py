@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitmix.comm.process_group import process_group
 from logitmix.trainer.commands.plan import first_batches
-from logitmix.trainer.config import BY_HOST, Config
+from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.loop import parallel_model, training_batches
 from logitmix.trainer.parallel.replicas import SUFFIX
@@ -31,9 +31,7 @@ def configs(folder: Path) -> list[Config]:
         for sharding in SHARDINGS
         for wire in wires
     ] + [
-        *(small_config(folder, SETTINGS | {"tables.tags.sharding": sharding}) for sharding in BY_HOST),
         *(small_config(folder, SETTINGS | GROUPS | {"tables.sharding": sharding}) for sharding in SHARDINGS),
-        *(small_config(folder, SETTINGS | GROUPS | {"tables.tags.sharding": sharding}) for sharding in BY_HOST),
     ]
 
 

@@ -17,37 +17,6 @@ from logitmix.trainer.run.saving import Saver
 from logitmix.trainer.step import pipeline as pipelining
 from logitmix.trainer.step.pipeline import PHASES, SKIPPED_IN_A_ROW, Clock, Pipeline, Skip
 
-ORDER = ("receive_rows", "loss", "backward", "check_gradients", "apply_gradients")
-
-
-@pytest.mark.parametrize("first_step", [True, False])
-@pytest.mark.parametrize("called", range(len(ORDER)))
-def test_another_order_is_an_error_that_names_the_state(data: Path, called: int, first_step: bool) -> None:
-    states = {"receive_rows": "rows sent", "loss": "rows received", "backward": "loss computed"}
-    states |= {"check_gradients": "gradients computed", "apply_gradients": "gradients checked"}
-    with a_pipeline(small_config(data), 3) as pipeline:
-        if not first_step:
-            pipeline.train_step()
-        for name in ORDER[:called]:
-            getattr(pipeline, name)()
-        state = "no rows sent" if first_step and called == 0 else states[ORDER[called]]
-        for name in ORDER:
-            if name != ORDER[called]:
-                with pytest.raises(AssertionError, match=f"^{name} was called in state '{state}'; it needs '"):
-                    getattr(pipeline, name)()
-        # What was refused has changed nothing.
-        for name in ORDER[called:]:
-            getattr(pipeline, name)()
-        assert pipeline.step == (1 if first_step else 2)
-
-
-def test_there_is_no_step_after_the_last(data: Path) -> None:
-    with a_pipeline(small_config(data), 2) as pipeline:
-        for _ in range(2):
-            pipeline.train_step()
-        with pytest.raises(AssertionError, match="all 2 steps are done"):
-            pipeline.receive_rows()
-
 
 def test_batches_are_made_once_each_and_one_ahead(data: Path) -> None:
     made: list[int] = []
@@ -128,8 +97,7 @@ def a_broken_step(config: Config, where: str, breaks: int, run: Path) -> tuple[b
         return unchanged, skips, pipeline.progress.skipped, [gather_table(pipeline.model)]
 
 
-@pytest.mark.parametrize("where", ["loss", "rows", "dense"])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(("where", "clip"), [("loss", 0.0), ("rows", 1.0), ("dense", 1.0)])
 def test_what_is_not_finite_skips_the_step(data: Path, tmp_path: Path, where: str, clip: float) -> None:
     config = small_config(data, {"train.log_every": 1, "train.clip": clip, "comm.parts": 2, "train.ema": 0.9})
     unchanged, skips, skipped, _ = a_broken_step(config, where, 0, tmp_path)
@@ -151,14 +119,10 @@ def test_all_ranks_skip_what_is_not_finite_on_one(data: Path, tmp_path: Path, wh
 
 def test_a_loss_that_stays_not_finite_ends_the_run(data: Path) -> None:
     with a_pipeline(small_config(data), 12) as pipeline:
-        for broken in range(SKIPPED_IN_A_ROW):
+        for broken in range(2 * (SKIPPED_IN_A_ROW - 1)):
             if broken == SKIPPED_IN_A_ROW - 1:
                 # One in between begins a new row.
                 pipeline.train_step()
-            break_step(pipeline, "loss")
-            pipeline.check_gradients()
-            pipeline.apply_gradients()
-        for _ in range(SKIPPED_IN_A_ROW - 2):
             break_step(pipeline, "loss")
             pipeline.check_gradients()
             pipeline.apply_gradients()
