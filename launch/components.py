@@ -54,8 +54,12 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
     """Names of Kubernetes's secrets, whose keys become environment variables."""
 
     def pre_proc(self, scheduler: str, dryrun_info: Any) -> Any:
-        if scheduler in FORGETFUL:
-            self._require_mount()
+        mounted = any(PurePath(self.run).is_relative_to(mount.dst_path) for mount in self.mounts)
+        if scheduler in FORGETFUL and "://" not in self.run and not mounted:
+            raise SystemExit(
+                f"logitmix.train: the run directory {self.run} would end with its container; give it a --run under a "
+                "mount: --mounts type=volume,src=CLAIM,dst=/shared … -- RECIPE --run /shared/runs/NAME"
+            )
         if self.secrets and scheduler != "kubernetes":
             raise SystemExit("logitmix.train: --env_from_secret names secrets of Kubernetes, and needs -s kubernetes")
         if scheduler == "slurm":
@@ -63,28 +67,14 @@ class _Training(specs.Role):  # type: ignore[misc]  # torchx is not read
                 # To the processes of the job, before a limit of time, whoever sets it.
                 replica.sbatch_opts["signal"] = f"TERM@{self.grace + 2 * LAUNCHER_SECONDS}"
         if scheduler == "kubernetes":
-            self._require_no_secret_in_the_clear()
-            for task in dryrun_info.request.resource["spec"]["tasks"]:
-                self._amend(task["template"].spec)
-        return dryrun_info
-
-    def _require_mount(self) -> None:
-        if "://" in self.run:
-            return
-        mounted = [PurePath(mount.dst_path) for mount in self.mounts]
-        if not any(PurePath(self.run).is_relative_to(path) for path in mounted):
-            raise SystemExit(
-                f"logitmix.train: the run directory {self.run} would end with its container; give it a --run under a "
-                "mount: --mounts type=volume,src=CLAIM,dst=/shared … -- RECIPE --run /shared/runs/NAME"
-            )
-
-    def _require_no_secret_in_the_clear(self) -> None:
-        for name in self.env:
-            if SECRET.fullmatch(name):
+            for name in filter(SECRET.fullmatch, self.env):
                 raise SystemExit(
                     f"logitmix.train: --env would show the value of {name} to all who may read the job; put it into a "
                     f"secret: kubectl create secret generic NAME --from-env-file FILE, and give --env_from_secret NAME"
                 )
+            for task in dryrun_info.request.resource["spec"]["tasks"]:
+                self._amend(task["template"].spec)
+        return dryrun_info
 
     def _amend(self, pod: Any) -> None:
         """Gives a pod of Kubernetes what torchx has no words for."""

@@ -78,13 +78,11 @@ def note_mistake(message: str) -> bool:
     job = _torchrun_job()
     if job is None:
         return False
-    with tempfile.NamedTemporaryFile("w", dir=job, suffix=".part") as file:
-        file.write(message)
-        file.flush()
-        try:
-            os.link(file.name, job / MISTAKE)
-        except FileExistsError:
-            return (job / MISTAKE).read_text() == message
+    try:
+        with open(job / MISTAKE, "x") as file:
+            file.write(message)
+    except FileExistsError:
+        return (job / MISTAKE).read_text() == message
     return False
 
 

@@ -17,7 +17,6 @@ from logitmix.serving.retriever import Retriever
 from logitmix.trainer import loop
 from logitmix.trainer.config import Config
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.evaluation.evaluate import evaluate_run
 from logitmix.trainer.export.export import export
 from logitmix.trainer.run import checkpoint
 from logitmix.trainer.run.checkpoint import load_saved
@@ -147,17 +146,8 @@ def test_a_warm_start_with_a_capacity_in_one_of_the_runs(folder: Path, tmp_path:
             assert f"{1 + both.sum()} of {len(gather_table(model, name))} rows of table {name}" in said
 
 
-def test_evaluation_of_a_checkpoint_is_that_of_the_run(folder: Path) -> None:
-    results = jobs.results(folder / "whole")
-    found = evaluate_run(folder / "whole", "test", "cpu", 1)
-    assert {name: found[name] for name in ("hr@1", "hr@10", "mrr")} == {
-        name: pytest.approx(results[name]) for name in ("hr@1", "hr@10", "mrr")
-    }
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_an_export_knows_the_values_that_have_rows_and_no_other(folder: Path, tmp_path: Path, cached: bool) -> None:
-    export(folder / "whole", tmp_path / "served", item_cache=cached)
+def test_an_export_knows_the_values_that_have_rows_and_no_other(folder: Path, tmp_path: Path) -> None:
+    export(folder / "whole", tmp_path / "served")
     retriever, model = Retriever.load(tmp_path / "served"), load_saved(folder / "whole")
     dataset = load_dataset(folder / "data")
 

@@ -12,28 +12,22 @@ from logitmix.modules.noise import Noise
 from logitmix.modules.similarity import components, dot, mol
 
 BACKEND = "inductor"
-_LEFT_ALONE: tuple[tuple[Any, str], ...] = (
-    (Noise, "dropout"),
-    (Noise, "relu_dropout"),
-    (Noise, "without_rows"),
-    (sasrec, "attend_padded"),
-    (sasrec, "attend_last"),
-    (sasrec, "attend_jagged"),
-    (hstu, "attend"),
-    (hstu, "_fused"),
-    (fuxi, "attend"),
-    (fuxi, "attend_places"),
-    (dot, "l2_normalize"),
-    (mol, "l2_normalize"),
-    (components, "_gated"),
-)
+_LEFT_ALONE: dict[Any, tuple[str, ...]] = {
+    Noise: ("dropout", "relu_dropout", "without_rows"),
+    sasrec: ("attend_padded", "attend_last", "attend_jagged"),
+    hstu: ("attend", "_fused"),
+    fuxi: ("attend", "attend_places"),
+    dot: ("l2_normalize",),
+    mol: ("l2_normalize",),
+    components: ("_gated",),
+}
 """Functions that torch.compile runs as they are: they are kernels already, or depend on the batch's lengths."""
 
 
 def compile_towers(losses: SampledLosses) -> None:
     """From now on the towers are compiled, once for all sizes of batches."""
     # The process's own, because a compiled function finds them by name.
-    for owner, name in _LEFT_ALONE:
+    for owner, name in ((owner, name) for owner, names in _LEFT_ALONE.items() for name in names):
         function = getattr(owner, name)
         if not getattr(function, "_torchdynamo_disable", False):
             setattr(owner, name, torch.compiler.disable(function))

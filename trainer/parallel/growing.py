@@ -38,11 +38,8 @@ class GrowingTable:
 
     def find(self, id_U: Tensor) -> Tensor:
         """Returns the rows [U] of ids, the unknown one for values without a row: int64, on the CPU."""
-
-        def place(id_U: Ints) -> Placed:
-            return Placed(self.map.find(id_U), np.empty(0, np.int64), np.empty(0, np.int64))
-
-        return torch.from_numpy(self._ask(id_U, place).row)
+        none = np.empty(0, np.int64)
+        return torch.from_numpy(self._ask(id_U, lambda id_U: Placed(self.map.find(id_U), none, none)).row)
 
     def advance(self, id_U: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the rows [U] of the ids of this rank's part of the batch of a step, counted from 1; and of all ranks

@@ -65,11 +65,6 @@ class ParallelModel:
     """The tables whose rows pass from value to value, by name."""
 
     @property
-    def cached(self) -> bool:
-        """Whether a GPU caches rows of tables in the host's memory."""
-        return any(table.cache_load_factor < 1 for table in self.plan.values())
-
-    @property
     def tower(self) -> Tower:
         """The tower in training."""
         return self.replicated.losses.tower

@@ -63,7 +63,7 @@ class ShardedTables:
     @classmethod
     def of(cls, module: ShardedEmbeddingCollection, parts: int) -> "ShardedTables":
         configs = module._embedding_configs
-        ranges: dict[str, list[tuple[int, int]]] = {own_name(config.name): [] for config in configs}
+        ranges: dict[str, dict[tuple[int, int], int]] = {own_name(config.name): {} for config in configs}
         exchanges = []
         for sharding in cast(Any, module._sharding_type_to_sharding).values():
             by_rank = []
@@ -72,9 +72,7 @@ class ShardedTables:
                 for table in (table for group in groups for table in group.embedding_tables):
                     place, name = table.local_metadata, own_name(table.name)
                     (row, column), (rows, columns) = place.shard_offsets, place.shard_sizes
-                    if (row, rows) not in ranges[name]:
-                        ranges[name].append((row, rows))
-                    owner = ranges[name].index((row, rows))
+                    owner = ranges[name].setdefault((row, rows), len(ranges[name]))
                     shards.append(OwnedColumns(name, owner, slice(column, column + columns), row))
                 by_rank.append(shards)
             exchanges.append(by_rank)
@@ -82,16 +80,13 @@ class ShardedTables:
         cuts = {name: torch.stack([row + rows * part // parts for row, rows in ranges[name]]) for name in ranges}
         return cls(module, {own_name(config.name): config.embedding_dim for config in configs}, exchanges, cuts)
 
-    @property
-    def parts(self) -> int:
-        return next(iter(self.cuts.values())).shape[1] - 1
-
     def slices(self, ids: Mapping[str, Tensor]) -> list[dict[str, list[slice]]]:
         """Returns for each part and table the range of each owner's ids among the table's sorted ids [V]."""
         bounds = {name: torch.searchsorted(ids[name], cuts).tolist() for name, cuts in self.cuts.items()}
+        parts = next(iter(self.cuts.values())).shape[1] - 1
         return [
             {name: [slice(of[part], of[part + 1]) for of in owners] for name, owners in bounds.items()}
-            for part in range(self.parts)
+            for part in range(parts)
         ]
 
 
@@ -125,12 +120,11 @@ class RowExchange:
         self.rows = {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
         self.stream, self.cuts = stream, cuts
         self.lookups: list[list[DetachedLookup]] = []
-        slices = [each.slices(unique) for each in tables]
         self.parts: list[list[_Part | PooledRows]] = []
         asked: list[list[Tensor]] = [[] for _ in range(group.size())]
-        for number in range(tables[0].parts):
-            pairs = zip(tables, slices, strict=True)
-            self.parts.append([_Part(each, unique, slices_of[number], asked, group) for each, slices_of in pairs])
+        for of_part in zip(*(each.slices(unique) for each in tables), strict=True):
+            pairs = zip(tables, of_part, strict=True)
+            self.parts.append([_Part(each, unique, slices, asked, group) for each, slices in pairs])
         self.parts[0] += [PooledRows(each, bags[each.name], asked, device, stream) for each in pooled]
         self.ids = IdExchange(asked, group, device, stream)
         self.rows_sent = False

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from math import inf
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.nn.utils import get_total_norm
 
 from logitmix.comm.collectives import all_reduce_sum, largest
 from logitmix.modules.batch import Batch
+from logitmix.trainer.data.batches import TrainingBatches
 from logitmix.trainer.parallel.clipping import clip_scale
 from logitmix.trainer.parallel.parallelize import ParallelModel
 from logitmix.trainer.parallel.rows import RowExchange
@@ -74,10 +75,6 @@ SKIPPED_IN_A_ROW = 5
 """Steps without a finite loss and gradients that end a run."""
 
 
-_FINITE, _SUMMED = -2, -1
-"""In place of the rank that breaks a step: nothing does, or the tower's gradients, which are a sum over the ranks."""
-
-
 class Skip(NamedTuple):
     """A step that moves no weight, because its loss or gradients are not finite."""
 
@@ -86,11 +83,12 @@ class Skip(NamedTuple):
     """Whose loss or rows' gradients they are; -1 for those of the tower, which are a sum over the ranks."""
 
 
-def _broken_rank(checks: Sequence[float]) -> int:
-    """Returns which rank has broken a step, _SUMMED or _FINITE, from `FlatLosses.checks`."""
+def _broken_rank(checks: Sequence[float]) -> int | None:
+    """Returns which rank has broken a step, as `Skip` has it, from `FlatLosses.checks`; None for a step that is
+    finite."""
     _, *of_ranks, total = checks
     broken = [rank for rank, number in enumerate(of_ranks) if not math.isfinite(number)]
-    return _FINITE if math.isfinite(total) else (_SUMMED, *broken)[-1]
+    return None if math.isfinite(total) else (-1, *broken)[-1]
 
 
 class _ReadLater:
@@ -106,12 +104,6 @@ class _ReadLater:
     def read(self) -> list[float]:
         self.event.synchronize()
         return self.host.tolist()
-
-
-class Batches(Protocol):
-    """Batches of a run, by step."""
-
-    def at(self, step: int, /) -> Batch: ...
 
 
 class Pipeline:
@@ -148,7 +140,7 @@ class Pipeline:
         self,
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
-        batches: Batches,
+        batches: TrainingBatches,
         total: int,
         done: RunProgress | None = None,
         minutes: float = inf,
@@ -162,7 +154,8 @@ class Pipeline:
         self.minutes, self.reserved, self.time_passed = minutes, 0.0, 0.0
         self._rows_sent = False
         self.skips, self._in_a_row = [], 0
-        on_device = model.ranks.device.type == "cuda" and not model.cached
+        cached = any(table.cache_load_factor < 1 for table in model.plan.values())
+        on_device = model.ranks.device.type == "cuda" and not cached
         self._checks = _ReadLater(model.replicated.checks) if on_device else None
         """Where the device skips steps."""
         self._left_out = torch.zeros((), device=model.ranks.device)
@@ -238,11 +231,13 @@ class Pipeline:
 
     def backward(self) -> None:
         """Computes the gradients of the dense part, whose sum over the ranks begins, and of this rank's rows."""
+        assert self._rows
         with self.clock("backward"):
             self.model.backward(self.losses["loss"], self.rows)
         if self._checks:
             # At once, beside the sum of the dense part's gradients.
-            self._send_gradients()
+            with self.clock("all_to_all"):
+                self._rows.send_gradients()
 
     def check_gradients(self) -> None:
         """Has all ranks skip this step if the loss or a gradient is not finite on one of them; ValueError if so many
@@ -266,20 +261,15 @@ class Pipeline:
         assert self._checks
         (step, targets), self._unsettled = self._unsettled, None
         self._note(step, broken := _broken_rank(self._checks.read()))
-        if broken != _FINITE:
+        if broken is not None:
             self.examples -= targets
             self.model.table_optimizers.steps -= 1
         elif self.model.average:
             self.model.average.update(step - self.skipped)
 
-    def _send_gradients(self) -> None:
-        assert self._rows
-        with self.clock("all_to_all"):
-            self._rows.send_gradients()
-
-    def _note(self, step: int, broken_rank: int) -> None:
+    def _note(self, step: int, broken_rank: int | None) -> None:
         """Notes whether a step is skipped."""
-        if broken_rank == _FINITE:
+        if broken_rank is None:
             self._in_a_row = 0
             return
         self.skips = [*self.skips, Skip(step, broken_rank)]
@@ -314,10 +304,10 @@ class Pipeline:
         next_batch = self._next[1] if self._next and prefetch else None
         self._rows_sent = next_batch is not None
         skipped = not self._checks and self.skips
-        if not self._checks and not skipped:
-            self._send_gradients()
         with self.clock("all_to_all"):
-            counted = self.logged and (_broken_rank(self._checks.read()) == _FINITE if self._checks else not skipped)
+            if not self._checks and not skipped:
+                self._rows.send_gradients()
+            counted = self.logged and (_broken_rank(self._checks.read()) is None if self._checks else not skipped)
             self.wire_counts = self.model.wire.pop_counts() if counted else None
             self.model.wire.begin_step(self.step + 1, sampling=self._is_logged(self.step + 1))
             if skipped:

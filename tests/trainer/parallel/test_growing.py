@@ -155,12 +155,11 @@ def test_a_plan_counts_fewer_rows_and_what_knows_whose_they_are(featured: Path) 
 
 
 def test_settings_that_nothing_would_read_are_refused(featured: Path) -> None:
-    for given, name, value in (("admit_after", "item.admit_after", 2), ("item.evict", "item.evict", "frequency")):
-        with pytest.raises(ValueError, match=rf"^tables\.{name} is {value}; it must be left out, because no table has"):
+    for given, value, said in (
+        ("admit_after", 2, r"^tables\.item\.admit_after is 2; it must be left out, because no table has"),
+        ("item.evict", "frequency", r"^tables\.item\.evict is frequency; it must be left out, because no table has"),
+        ("item.capacity", 5, r"^the capacity of table item is 5, but all its items are ranked"),
+        ("capacity", 5, r"^the capacity of table item is 5, but all its items are ranked"),
+    ):
+        with pytest.raises(ValueError, match=said):
             model_schema(Schema.of_ids(9), small_config(featured, {f"tables.{given}": value}))
-
-
-def test_the_items_have_no_capacity(featured: Path) -> None:
-    for settings in ({"tables.item.capacity": 5}, {"tables.capacity": 5}):
-        with pytest.raises(ValueError, match=r"^the capacity of table item is 5, but all its items are ranked"):
-            model_schema(Schema.of_ids(9), small_config(featured, settings))

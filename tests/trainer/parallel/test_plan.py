@@ -93,14 +93,5 @@ def test_a_plan_is_a_line_for_each_table() -> None:
     ]
 
 
-def test_a_rank_holds_its_rows_and_columns() -> None:
-    halves = (ShardPlace(0, 0, 100, 0, 4), ShardPlace(2, 0, 100, 4, 4))
-    plan = {
-        "item": TablePlan(100, 8, "column_wise", "adam", "fp32", False, 100 * 8 * 12, halves),
-        "zip": TablePlan(9, 8, "table_wise", "sgd", "fp32", False, 9 * 8 * 4, (ShardPlace(1, 0, 9, 0, 8),)),
-    }
-    assert [of.device for of in bytes_by_rank(plan, 4)] == [100 * 4 * 12, 9 * 8 * 4, 100 * 4 * 12, 0]
-
-
 def _place(rank: int) -> ShardPlace:
     return ShardPlace(rank, 0, 9, 0, 16)

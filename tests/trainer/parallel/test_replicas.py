@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from sampling import one_of_each, run_with
+from sampling import run_with
 from small_data import a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 
@@ -32,9 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "average": {"train.ema": 0.9},
     "capacity": {"tables.tags.capacity": 5, "tables.brand.capacity": 3, "train.ema": 0.9},
 }
-ALIKE = {"sgd": "columns", "adam": "average", "bags sgd": "clip", "bags rowwise_adagrad": "rowwise_adagrad"}
-"""Of each with the other, one is in the sample."""
-SAMPLE = one_of_each(SETTINGS, lambda name: ALIKE.get(name, name))
+SLOW = ("sgd", "adam", "bags sgd", "rowwise_adagrad")
+SAMPLE = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS]
 FP8 = {"comm.forward": "fp8", "comm.backward": "fp8_stochastic", "train.precision": "fp32", "model.features": ["all"]}
 
 

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
 import torch
 import two_ranks
 from small_data import small_config, write_dataset
@@ -30,9 +29,7 @@ def configs(folder: Path) -> list[Config]:
         small_config(folder, SETTINGS | wire | {"tables.sharding": sharding})
         for sharding in SHARDINGS
         for wire in wires
-    ] + [
-        *(small_config(folder, SETTINGS | GROUPS | {"tables.sharding": sharding}) for sharding in SHARDINGS),
-    ]
+    ] + [small_config(folder, SETTINGS | GROUPS | {"tables.sharding": sharding}) for sharding in SHARDINGS]
 
 
 def counted(folder: Path) -> list[Tensor]:
@@ -62,7 +59,7 @@ def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple
     size = config.tables.ranks_of_group(world_size)
     rows = rows_sent(ids, plan, per_host=2, group_size=size)
     of = traffic(rows, config.comm)
-    assert (of.between_hosts == 0) == (world_size == 2) and of.between_hosts < of.total
+    assert 0 < of.between_hosts < of.total
     assert (of.peers > 0) == (size < world_size)
     if of.peers:
         # Groups are hosts.
@@ -71,9 +68,8 @@ def foreseen(config: Config, folder: Path, plan: dict, world_size: int) -> tuple
     return float(of.forward), float(of.backward), float(of.peers - ids_to_peers)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_bytes_are_those_that_ranks_count(world_size: int, tmp_path: Path) -> None:
+def test_bytes_are_those_that_ranks_count(tmp_path: Path) -> None:
     write_dataset(tmp_path, features=True)
-    for ranks in zip(*two_ranks.run(counted, tmp_path, world_size=world_size), strict=True):
+    for ranks in zip(*two_ranks.run(counted, tmp_path, world_size=4), strict=True):
         expected = ranks[0][1]
         assert torch.equal(torch.stack([of_rank[0] for of_rank in ranks]).sum(0), expected.double()) and expected[0] > 0
