@@ -368,10 +368,10 @@ def _attended(packed_T3Gd: Tensor, packing: Packing) -> Tensor:
     return cast(Tensor, _Fused.apply(names, (T, G, d), packed_T3Gd.dtype, packed_T3Gd))
 
 
-def _looked_up(self: Any, features: Any) -> Tensor:
+def _looked_up(shards: Any, pooled: bool, features: Any) -> Tensor:
     """In place of a kernel of tables of one width: one lookup and one update, whatever their number."""
     _ADAM.iter_cpu += 1
-    shape = len(features.values()), self.touched[0][1].row.shape[1]
+    shape = len(features.values()), shards[0][1].row.shape[1]
     asks = torch.empty(0, device=GPU, requires_grad=True)
     return cast(Tensor, _Fused.apply(("lookup", "update"), shape, torch.float32, asks))
 
@@ -464,7 +464,7 @@ def as_if_on_a_gpu(
         for name in ("_has_foreach_support", "_device_has_foreach_support"):
             patch(clip_grad, name, lambda *_: True)
         patch(sasrec, "attend_jagged", _attended)
-        patch(optimizer._UpdatedRows, "forward", _looked_up)
+        patch(optimizer, "_looked_up", _looked_up)
         patch(clipping, "fused_adam", lambda _: _ADAM)
         # Every rank says that it has the first one's shards.
         patch(ShardedTensor, "_init_from_local_shards", lambda *_, **__: SimpleNamespace())
