@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import two_ranks
-from sampling import run_with
 from small_data import a_pipeline, a_step, assert_close, gather_table, small_config
 from torch import Tensor
 
@@ -21,19 +20,13 @@ CLIP = {"train.clip": 4.0, "tables.eps": 0.001, "tables.lr": 0.1, "dense.optimiz
 BAGS = {"tables.tags.pooled": True, "tables.brand.pooled": True}
 """Bags of ids, and weighted ones."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sgd": SGD | {"tables.sharding": "row_wise"},
-    "adam": {},
-    "rowwise_adagrad": {"tables.optimizer": "rowwise_adagrad", "comm.parts": 2},
     "columns": SGD | {"tables.sharding": "column_wise", "comm.parts": 3},
-    "bags sgd": SGD | BAGS | {"tables.sharding": "row_wise"},
     "bags adam": BAGS | {"tables.sharding": "column_wise"},
     "bags rowwise_adagrad": {"tables.optimizer": "rowwise_adagrad"} | BAGS,
     "clip": CLIP | BAGS | {"comm.parts": 2},
     "average": {"train.ema": 0.9},
     "capacity": {"tables.tags.capacity": 5, "tables.brand.capacity": 3, "train.ema": 0.9},
 }
-SLOW = ("sgd", "adam", "bags sgd", "rowwise_adagrad")
-SAMPLE = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS]
 FP8 = {"comm.forward": "fp8", "comm.backward": "fp8_stochastic", "train.precision": "fp32", "model.features": ["all"]}
 
 
@@ -70,17 +63,16 @@ def train_all(configs: dict[str, Config], steps: int) -> list[Seen]:
 
 
 @pytest.fixture(scope="module")
-def trained(featured: Path, request: pytest.FixtureRequest) -> dict[str, tuple[list[Seen], Seen]]:
+def trained(featured: Path) -> dict[str, tuple[list[Seen], Seen]]:
     """By name: the ranks of 2 x 2, and one process alone, after two steps."""
     of = {name: EXACT | settings for name, settings in SETTINGS.items()} | {"fp8": FP8}
-    names = [name for name in of if name in run_with(request, "name")]
-    configs = {name: small_config(featured, of[name] | {"tables.group_size": 2}) for name in sorted(names)}
+    configs = {name: small_config(featured, settings | {"tables.group_size": 2}) for name, settings in of.items()}
     ranks = zip(*two_ranks.run(train_all, configs, 2, world_size=4), strict=True)
     alone = [train_steps(config, 2) for config in configs.values()]
     return {name: ([*of_name], one) for name, of_name, one in zip(configs, ranks, alone, strict=True)}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_groups_do_together_what_one_process_does(trained: dict[str, tuple[list[Seen], Seen]], name: str) -> None:
     ranks, alone = trained[name]
     for step, expected in enumerate(alone.losses):
@@ -88,7 +80,7 @@ def test_groups_do_together_what_one_process_does(trained: dict[str, tuple[list[
     for key, gradient in alone.gradients.items():
         assert_close(ranks[0].gradients[key], gradient, 1e-5)
     # Adam divides by a root of small numbers, where a rounding weighs more.
-    relative = 1e-3 if name in ("adam", "bags adam", "average", "capacity") else 1e-5
+    relative = 1e-3 if name in ("bags adam", "average", "capacity") else 1e-5
     for table, expected in alone.tables.items():
         assert_close(ranks[0].tables[table], expected, relative)
     if alone.norm is not None:
@@ -96,7 +88,7 @@ def test_groups_do_together_what_one_process_does(trained: dict[str, tuple[list[
             torch.testing.assert_close(of.norm, alone.norm, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", [*SAMPLE, "fp8"])
+@pytest.mark.parametrize("name", [*SETTINGS, "fp8"])
 def test_copies_stay_bit_equal(trained: dict[str, tuple[list[Seen], Seen]], name: str) -> None:
     """Rows, and what the optimizers keep for them."""
     first, second, *others = trained[name][0]

@@ -60,11 +60,6 @@ def test_a_dataset_offers_it_when_a_model_names_it(tmp_path: Path, named: bool) 
     assert f'"{USER}"' not in dataset.description()
 
 
-def test_without_the_number_of_users_there_are_no_ids() -> None:
-    with pytest.raises(ValueError, match="names user, which the dataset does not have"):
-        Schema.of_ids(3).only([USER])
-
-
 def drawn(rate: float, steps: int = 40, rank: int = 0, world_size: int = 1) -> list[dict[int, int]]:
     """In each step, the row of each user."""
     dataset = in_memory(np.arange(0, 11 * LENGTH, LENGTH), np.arange(10 * LENGTH) % ITEMS, ITEMS)
