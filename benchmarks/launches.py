@@ -432,8 +432,8 @@ def as_if_on_a_gpu(
 
     shard = parallelize._shard
 
-    def sharded(collections: Any, plans: Any, settings: Any, seconds: int, ranks: Ranks, replicas: Any) -> Any:
-        return shard(collections, plans, settings, seconds, replace(ranks, device=torch.device("cpu")), replicas)
+    def sharded(collections: Any, plans: Any, settings: Any, ranks: Ranks, replicas: Any) -> Any:
+        return shard(collections, plans, settings, replace(ranks, device=torch.device("cpu")), replicas)
 
     properties = SimpleNamespace(multi_processor_count=multiprocessors, total_memory=80 * 2**30, major=major, minor=0)
     cuda = {
