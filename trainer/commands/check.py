@@ -13,9 +13,9 @@ from logitmix.trainer.commands.words import parse
 
 @dataclass(frozen=True)
 class Arguments(JSONOption):
-    """Say what a dataset directory lacks that another program has written, in one line each: files, columns and entries
-    that are missing, values of another type or out of range, counts and digests that do not match. Exit status 1 if it
-    lacks something."""
+    """Say what a dataset directory lacks that another program has written: files, columns and entries that are missing,
+    values of another type or out of range, counts and digests that do not match. Exit status 1 if it lacks
+    something."""
 
     directory: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
     """Dataset directory."""

@@ -55,14 +55,9 @@ def codes_of(values: pa.Array) -> np.ndarray:
     return encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
 
 
-def are_digits(texts: pa.StringArray) -> np.ndarray:
-    """Which of the texts are up to 18 digits."""
-    return as_numpy(pc.match_substring_regex(texts, "^[0-9]{1,18}$"))
-
-
 def order_of_texts(texts: pa.StringArray) -> np.ndarray:
     """Places in order: by number where all are digits (up to 18), else by their UTF-8 bytes."""
-    if not are_digits(texts).all():
+    if not pc.all(pc.match_substring_regex(texts, "^[0-9]{1,18}$")).as_py():
         return pc.sort_indices(texts).to_numpy()
     numbers = texts.cast(pa.int64())
     order = np.argsort(numbers.to_numpy())
@@ -73,18 +68,8 @@ def order_of_texts(texts: pa.StringArray) -> np.ndarray:
     return pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys]).to_numpy()
 
 
-def is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 def is_encodable(text: str) -> bool:
     """False for texts with placeholders of undecodable bytes, or with lone surrogates."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from logitmix.modules.schema import Feature, Schema
@@ -64,24 +65,38 @@ class Column:
         return sum(of.nbytes for of in self.arrays("").values())
 
 
-def require_plausible(table: pq.ParquetFile, file: Path, features: Sequence[Feature]) -> None:
-    """ValueError if a Parquet file claims more than VALUES_A_BYTE, by its metadata."""
-    size, widths = file.stat().st_size, {of.name: of.width for of in features}
-    if table.metadata.num_rows > VALUES_A_BYTE * size:
-        raise ValueError(f"it claims {table.metadata.num_rows:,} rows, more than {size:,} bytes can hold")
-    for column, values in values_of(table.metadata).items():
-        if values > VALUES_A_BYTE * size * widths.get(column.partition(".")[0], 1):
-            raise ValueError(f"it claims {values:,} values in column {column}, more than {size:,} bytes can hold")
+def read_file(
+    file: Path,
+    columns: Sequence[str],
+    append: Callable[[pa.RecordBatch], None],
+    features: Sequence[Feature] = (),
+    text: str = "",
+) -> int:
+    """Gives a Parquet file's columns to `append`, some rows at a time; returns how many rows there are. The column
+    `text`, which is not read, must be there and have texts.
 
-
-def values_of(metadata: pq.FileMetaData) -> Counter[str]:
-    """Values of each column that the row groups claim; the path of a column of lists goes on after its name."""
-    counts: Counter[str] = Counter()
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in map(group.column, range(group.num_columns)):
-            counts[column.path_in_schema] += column.num_values
-    return counts
+    Raises:
+        ValueError: If a column is missing or there twice, or if the file claims more than VALUES_A_BYTE.
+    """
+    with pq.ParquetFile(file) as table:
+        present, rows, size = table.schema_arrow.names, table.metadata.num_rows, file.stat().st_size
+        for name in (*columns, *filter(None, [text])):
+            if present.count(name) != 1:
+                are = "there are two columns named" if name in present else "no column"
+                raise ValueError(f"{are} {name}; there are: {', '.join(present)}")
+        if text:
+            require_texts(text, table.schema_arrow.field(text).type)
+        claims, widths = Counter[str](), {of.name: of.width for of in features}
+        for number in range(table.metadata.num_row_groups):
+            group = table.metadata.row_group(number)
+            for column in map(group.column, range(group.num_columns)):
+                claims[column.path_in_schema] += column.num_values
+        for path, values in claims.items():
+            if values > VALUES_A_BYTE * size * widths.get(path.partition(".")[0], 1):
+                raise ValueError(f"it claims {values:,} values in column {path}, more than {size:,} bytes can hold")
+        for batch in table.iter_batches(2**16, columns=list(columns)) if columns else ():
+            append(batch)
+        return rows
 
 
 class SequenceReader:
@@ -93,7 +108,8 @@ class SequenceReader:
         self.user = self.action = 0
         """Those read so far."""
         self.items_flat = np.empty(actions, index_type(num_items))
-        self.times = _Times(actions)
+        self.times = np.empty(actions, np.int32)
+        """int64 once one does not fit."""
         self.users = {f.name: ColumnReader(f, schema, num_users) for f in schema.of("user")}
         self.events = {f.name: ColumnReader(f, schema, actions) for f in schema.of("event")}
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -107,35 +123,40 @@ class SequenceReader:
 
     def append_users(self, batch: pa.RecordBatch) -> None:
         """The next users and their features."""
-        require_order(batch.column("user_index"), self.user, self.user + batch.num_rows)
-        self._require_room(self.user + batch.num_rows, self.action)
+        first, self.user = self.user, self.user + batch.num_rows
+        require_order(batch.column("user_index"), first, self.user)
+        self._require_room()
         for name, reader in self.users.items():
-            reader.append(batch.column(name), places("user_index", self.user))
-        self.user += batch.num_rows
+            reader.append(batch.column(name))
 
-    def _require_room(self, users: int, actions: int) -> None:
-        if users > self.num_users or actions > self.actions:
+    def append_later(self, batch: pa.RecordBatch) -> None:
+        """Later actions of some users, each of them once in a file, in order."""
+        users = within("user_index", batch.column("user_index"), 0, self.user)
+        if (np.diff(users) <= 0).any():
+            raise ValueError("its users are not in order")
+        self._append(batch, users.astype(np.int64))
+        self._appended = True
+
+    def _require_room(self) -> None:
+        if self.user > self.num_users or self.action > self.actions:
             raise ValueError(
                 f"there are more users or actions than dataset.json says ({self.num_users}, {self.actions})"
             )
 
-    def append_later(self, batch: pa.RecordBatch) -> None:
-        """Later actions of some users, each of them once in a file, in order."""
-        users = later_users(batch.column("user_index"), self.user)
-        self._append(batch, users.astype(np.int64))
-        self._appended = True
-
     def _append(self, batch: pa.RecordBatch, users: np.ndarray) -> None:
         lengths, items = lists("item_indices", batch.column("item_indices"))
-        self._require_room(self.user, self.action + len(items))
-        of_action = places_in_lists(lengths, lambda row: f"user_index {users[row]}")
-        indices = within("item_indices", items, 0, self.num_items, of_action)
-        self.items_flat[self.action : self.action + len(items)] = indices
-        self.times.append(parallel("timestamps", batch.column("timestamps"), lengths), lengths, of_action)
+        place = slice(self.action, self.action + len(items))
+        self.action = place.stop
+        self._require_room()
+        self.items_flat[place] = within("item_indices", items, 0, self.num_items)
+        times = within("timestamps", _parallel("timestamps", batch, lengths), 1 - LATEST, LATEST)
+        _require_oldest_first(times, lengths)
+        if self.times.dtype == np.int32 and not np.array_equal(times.astype(np.int32), times):
+            self.times = self.times.astype(np.int64)
+        self.times[place] = times
         for name, reader in self.events.items():
-            reader.append(parallel(name, batch.column(name), lengths), of_action)
+            reader.append(_parallel(name, batch, lengths))
         self._runs.append((users, lengths))
-        self.action += len(items)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by name, once everything is read. ValueError if a user has an earlier action appended to later
@@ -144,16 +165,15 @@ class SequenceReader:
         for users, lengths in self._runs:
             offsets[1 + users] += lengths
         np.cumsum(offsets, out=offsets)
-        items, times = self.items_flat, self.times.values
+        items, times = self.items_flat, self.times
         columns = {f"user.{name}": reader.column() for name, reader in self.users.items()}
         events = {f"event.{name}": reader.column() for name, reader in self.events.items()}
         if self._appended:
             order = self._order(offsets)
             items, times = items[order], times[order]
             events = {name: column.take(order) for name, column in events.items()}
-            for block, bounds in user_blocks(offsets):
-                place = places_in_lists(np.diff(bounds), places("user_index", block.start))
-                _require_oldest_first("timestamps", times[bounds[0] : bounds[-1]], np.diff(bounds), place)
+            for _, bounds in user_blocks(offsets):
+                _require_oldest_first(times[bounds[0] : bounds[-1]], np.diff(bounds))
         found = {"items": items, "offsets": offsets, "timestamps": times}
         for name, column in (columns | events).items():
             found |= column.arrays(name)
@@ -171,21 +191,6 @@ class SequenceReader:
         return order
 
 
-class _Times:
-    """Whole numbers, kept in 4 bytes as long as all fit."""
-
-    def __init__(self, rows: int) -> None:
-        self.values, self.filled = np.empty(rows, np.int32), 0
-
-    def append(self, array: pa.Array, lengths: np.ndarray, place: "Place") -> None:
-        """Adds the times of users with so many actions each."""
-        values = times_of(array, lengths, place)
-        if self.values.dtype == np.int32 and not np.array_equal(values.astype(np.int32), values):
-            self.values = self.values.astype(np.int64)
-        self.values[self.filled : self.filled + len(values)] = values
-        self.filled += len(values)
-
-
 class ColumnReader:
     """Collects the column of a feature, some rows at a time. ValueError for values that the feature does not allow."""
 
@@ -199,39 +204,31 @@ class ColumnReader:
         """Of bags: the values of each block."""
         self.parallel: dict[str, list[np.ndarray]] = {name: [] for name in self.form.parallel}
 
-    def append(self, array: pa.Array, place: "Place") -> None:
+    def append(self, array: pa.Array) -> None:
         name, start, stop = self.feature.name, self.filled, self.filled + len(array)
         if self.offsets is not None:
             lengths, elements = lists(name, array)
-            place = places_in_lists(lengths, place)
             if self.parallel:
-                elements, *others = structs(name, elements, (ROW, *self.parallel))
+                elements, *others = _structs(name, elements, (ROW, *self.parallel))
                 for (other, parts), numbers in zip(self.parallel.items(), others, strict=True):
-                    parts.append(self._allowed(f"{name}.{other}", other, numbers, place))
-            self.parts.append(self._values(name, elements, place))
+                    parts.append(finite(f"{name}.{other}", numbers))
+                    if len(wrong := parts[-1][~self.form.allows(other, parts[-1])]):
+                        raise ValueError(f"column {name}.{other} has {wrong[0]}; it must be {self.form.needs}")
+            self.parts.append(self._values(elements))
             self.offsets[start + 1 : stop + 1] = self.offsets[start] + np.cumsum(lengths)
         elif self.form.wide:
             lengths, numbers = lists(name, array)
             if not (lengths == self.feature.width).all():
                 raise ValueError(f"column {name} has vectors that are not {self.feature.width} wide")
-            self.values[start:stop] = self._values(name, numbers, place).reshape(-1, self.feature.width)
+            self.values[start:stop] = self._values(numbers).reshape(-1, self.feature.width)
         else:
-            self.values[start:stop] = self._values(name, array, place)
+            self.values[start:stop] = self._values(array)
         self.filled = stop
 
-    def _values(self, name: str, array: pa.Array, place: "Place") -> np.ndarray:
+    def _values(self, array: pa.Array) -> np.ndarray:
         if not self.feature.sparse:
-            return finite(name, array)
-        return within(name, array, 0, self.table_rows, place).astype(self.values.dtype, copy=False)
-
-    def _allowed(self, column: str, name: str, array: pa.Array, place: "Place") -> np.ndarray:
-        numbers = finite(column, array)
-        wrong = np.flatnonzero(~self.form.allows(name, numbers))
-        if len(wrong):
-            raise ValueError(
-                f"column {column} has {numbers[wrong[0]]} at {place(wrong[0])}; it must be {self.form.needs}"
-            )
-        return numbers
+            return finite(self.feature.name, array)
+        return within(self.feature.name, array, 0, self.table_rows).astype(self.values.dtype, copy=False)
 
     def column(self) -> Column:
         if self.offsets is None:
@@ -262,92 +259,54 @@ def index_type(count: int) -> type[np.signedinteger[Any]]:
 
 def lists(name: str, array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Lengths, and the elements of all lists."""
-    require_list(name, array.type)
-    if pa.types.is_fixed_size_list(array.type):
-        lengths = np.full(len(array), array.type.list_size)
-    else:
-        lengths = as_numpy(array.value_lengths())
-    if array.null_count:
-        raise ValueError(f"empty values in column {name}")
-    return lengths, array.flatten()
+    if not is_list(array.type):
+        raise ValueError(f"column {name} is of type {array.type}, not a list")
+    _require_values(name, array)
+    return as_numpy(pc.list_value_length(array)), array.flatten()
 
 
-def structs(name: str, array: pa.Array, wanted: Sequence[str]) -> list[pa.Array]:
-    """Those of structs."""
+def _structs(name: str, array: pa.Array, wanted: Sequence[str]) -> list[pa.Array]:
+    """The fields of structs."""
     if not pa.types.is_struct(array.type) or {field.name for field in array.type} != set(wanted):
         raise ValueError(f"column {name} has lists of type {array.type}, not structs of {', '.join(wanted)}")
-    if array.null_count:
-        raise ValueError(f"empty values in column {name}")
+    _require_values(name, array)
     return [array.field(field) for field in wanted]
 
 
-def require_list(name: str, kind: pa.DataType) -> None:
-    if not is_list(kind):
-        raise ValueError(f"column {name} is of type {kind}, not a list")
-
-
-def parallel(name: str, array: pa.Array, lengths: np.ndarray) -> pa.Array:
-    """The elements of lists that must be as long as the users' sequences."""
-    own, elements = lists(name, array)
+def _parallel(name: str, batch: pa.RecordBatch, lengths: np.ndarray) -> pa.Array:
+    """The elements of a column of lists that must be as long as the users' sequences."""
+    own, elements = lists(name, batch.column(name))
     if not np.array_equal(own, lengths):
         raise ValueError(f"column {name} has lists that are not as long as item_indices")
     return elements
 
 
-Place = Callable[[int], str]
-"""Where a value of an array is, in words."""
-
-
-def places(index: str, first: int) -> Place:
-    """Those of rows, of which the first has this index."""
-    return lambda row: f"{index} {first + row}"
-
-
-def places_in_lists(lengths: np.ndarray, place: Place) -> Place:
-    """Those of the elements of lists with these lengths."""
-    return lambda element: place(int(np.searchsorted(np.cumsum(lengths), element, "right")))
-
-
-def within(name: str, array: pa.Array, low: int, high: int, place: Place) -> np.ndarray:
-    """Integers from `low` up to below `high`; ValueError with the place of the first other one."""
+def within(name: str, array: pa.Array, low: int, high: int) -> np.ndarray:
+    """Integers from `low` up to below `high`; ValueError with the first other one."""
     if not pa.types.is_integer(array.type):
         raise ValueError(f"column {name} has values of type {array.type}, not int64")
-    if array.null_count:
-        raise ValueError(f"empty values in column {name}")
+    _require_values(name, array)
     values = array.to_numpy()
     if len(values) and not low <= values.min() <= values.max() < high:
-        wrong = int(np.argmax((values < low) | (values >= high)))
-        raise ValueError(f"column {name} has {values[wrong]} at {place(wrong)}; it must be from {low} to {high - 1}")
+        wrong = values[(values < low) | (values >= high)][0]
+        raise ValueError(f"column {name} has {wrong}; it must be from {low} to {high - 1}")
     return values
 
 
-def later_users(array: pa.Array, count: int) -> np.ndarray:
-    """Returns which of the `count` users each row of what was appended is of. ValueError if they are not in order."""
-    users = within("user_index", array, 0, count, lambda row: f"row {row}")
-    if (np.diff(users) <= 0).any():
-        raise ValueError("its users are not in order")
-    return users
+def _require_values(name: str, array: pa.Array) -> None:
+    if array.null_count:
+        raise ValueError(f"empty values in column {name}")
 
 
-def times_of(array: pa.Array, lengths: np.ndarray, place: Place) -> np.ndarray:
-    """Returns the times of users with these numbers of actions. ValueError for other values, and for times that
-    decrease."""
-    values = within("timestamps", array, 1 - LATEST, LATEST, place)
-    _require_oldest_first("timestamps", values, lengths, place)
-    return values
-
-
-def _require_oldest_first(name: str, values: np.ndarray, lengths: np.ndarray, place: Place) -> None:
-    """ValueError with the place of the first value that is below the one before it in the same list."""
-    falls = values[1:] < values[:-1]
+def _require_oldest_first(times: np.ndarray, lengths: np.ndarray) -> None:
+    """ValueError with the first time that is below the one before it in the same list."""
+    falls = times[1:] < times[:-1]
     # A list may begin below the end of the one before it. Empty ones may begin before all values or behind them.
     starts = np.cumsum(lengths)[:-1]
-    falls[starts[(starts > 0) & (starts < len(values))] - 1] = False
+    falls[starts[(starts > 0) & (starts < len(times))] - 1] = False
     if falls.any():
         wrong = 1 + int(np.argmax(falls))
-        raise ValueError(
-            f"column {name} has {values[wrong]} after {values[wrong - 1]} at {place(wrong)}; they must be oldest first"
-        )
+        raise ValueError(f"column timestamps has {times[wrong]} after {times[wrong - 1]}; they must be oldest first")
 
 
 def texts(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
@@ -370,28 +329,12 @@ def finite(name: str, array: pa.Array) -> np.ndarray:
     if not pa.types.is_floating(array.type):
         raise ValueError(f"column {name} has values of type {array.type}, not float")
     with np.errstate(over="ignore"):
-        values = array.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+        values = as_numpy(array).astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         raise ValueError(f"empty or infinite values in column {name}")
     return values
 
 
 def require_order(indices: pa.Array, start: int, stop: int) -> None:
-    if not np.array_equal(indices.to_numpy(zero_copy_only=False), np.arange(start, stop)):
-        if not pa.types.is_integer(indices.type):
-            raise ValueError(f"its rows are numbered by values of type {indices.type}, not int64")
-        raise ValueError(f"its rows are not {start} to {stop - 1} in order")
-
-
-def require_columns(present: Sequence[str], wanted: Sequence[str]) -> None:
-    for name in wanted:
-        if name not in present:
-            raise ValueError(f"no column {name}; there are: {', '.join(present)}")
-        if present.count(name) > 1:
-            raise ValueError(f"there are two columns named {name}")
-
-
-def batches(file: Path, columns: Sequence[str], rows: int = 2**16) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(file) as table:
-        require_columns(table.schema_arrow.names, columns)
-        yield from table.iter_batches(rows, columns=list(columns))
+    if not (pa.types.is_integer(indices.type) and np.array_equal(as_numpy(indices), np.arange(start, stop))):
+        raise ValueError(f"its rows are not numbered {start} to {stop - 1} in order by integers")

@@ -79,7 +79,7 @@ for 1, "2" for 2 and 3, … "64"); it is unknown for a user's first action. `use
 user_index where there is none. Where the schema has a feature or table of one of these names, only that one counts.
 
 `load_dataset` needs of dataset.json the entries up to schema, and the columns not called optional; other entries may be
-null. `check.py` finds all that a directory lacks. A list may be a large_list; integers and floats may have any width;
+null. `check.py` says what a directory lacks. A list may be a large_list; integers and floats may have any width;
 text may be large_string, string_view, a dictionary, or integers, which are read as their digits. Users, items and the
 values of vocabularies are in the order of their raw ids and texts: by number where all are digits, else by their UTF-8
 bytes; those that were appended stand behind them, in the same order among themselves. repeated_targets is computed
@@ -90,8 +90,8 @@ read and compared with their digests before anything else is read of them, and a
 refused. So whatever changes a file of `prepare` later, by one bit or as a whole, is found and named.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,23 +109,16 @@ from logitmix.modules.kinds.text import BUCKETS, NGRAMS, TextEncoder
 from logitmix.modules.schema import ITEM, RECENCY, RECENCY_VALUES, USER, WANTED, Feature, Owner, Schema
 from logitmix.trainer.data.arrays import Arrays, kept, stored
 from logitmix.trainer.data.columns import (
-    ITEM_COLUMNS,
     SEQUENCE_COLUMNS,
     Column,
     ColumnReader,
     SequenceReader,
-    batches,
     finite,
     lists,
-    places,
-    require_columns,
-    require_list,
+    read_file,
     require_order,
-    require_plausible,
-    require_texts,
     texts,
     user_blocks,
-    values_of,
 )
 from logitmix.trainer.data.description import (
     APPENDED,
@@ -208,22 +201,7 @@ class Dataset:
 
     def raw_id_column(self) -> pa.ChunkedArray:
         """`raw_ids` as an Arrow column, in a third of the memory."""
-        found, first = list[pa.Array](), 0
-        for file in files_of(self.path, "items.parquet"):
-            with reading(self.path, name_of(self.path, file)):
-                table = pq.read_table(file, columns=list(ITEM_COLUMNS))
-                require_columns(table.schema.names, ITEM_COLUMNS)
-                require_order(table["item_index"].combine_chunks(), first, first + len(table))
-                if table["raw_id"].null_count:
-                    raise ValueError("empty values in column raw_id")
-                found += texts("raw_id", table["raw_id"]).chunks
-                first += len(table)
-        if first != (self.whole or self).num_items:
-            broken(self.path, f"{first} items, but dataset.json says {self.num_items}")
-        return self._of_kept(pa.chunked_array(found, pa.large_string()))
-
-    def _of_kept(self, of_X: pa.ChunkedArray) -> pa.ChunkedArray:
-        return of_X if self.kept is None else of_X.take(pa.array(self.kept))
+        return pa.chunked_array(stored_values(self.path, self.schema, ITEM, self.kept), pa.large_string())[:-1]
 
     def raw_user_ids(self, user_U: np.ndarray) -> list[str]:
         """The source's ids of users by index, read at each call; the index where the dataset has none."""
@@ -243,7 +221,8 @@ class Dataset:
                     found += texts("title", pq.read_table(file, columns=["title"])["title"]).chunks
                 else:
                     found.append(pa.nulls(pq.read_metadata(file).num_rows, pa.large_string()))
-        return self._of_kept(pa.chunked_array(found, pa.large_string())) if titles else None
+        title_X = pa.chunked_array(found, pa.large_string())
+        return (title_X if self.kept is None else title_X.take(pa.array(self.kept))) if titles else None
 
     @cached_property
     def recency(self) -> Column:
@@ -298,29 +277,39 @@ def of_next(column: Column, offsets: np.ndarray) -> Column:
 def stored_values(path: Path, schema: Schema, table: str, kept: np.ndarray | None = None) -> Iterator[pa.Array]:
     """What each row of a table stands for in the dataset at `path`: raw ids of items, or of those that are `kept`,
     values of features, "" for unknown. Arrow's large_string, VALUES_AT_ONCE at a time."""
-    if table == RECENCY and table not in [of.name for of in schema.tables]:
-        yield pa.array(RECENCY_VALUES, pa.large_string())
+    if table not in [of.name for of in schema.tables]:
+        if table == RECENCY:
+            yield pa.array(RECENCY_VALUES, pa.large_string())
+            return
+        if table == USER:
+            yield pa.array([""], pa.large_string())
+            yield from raw_user_ids_of(path)
+            return
+        # That of the feature that the next action's is of.
+        table = next(of.table for of in schema.of("event") if WANTED + of.name == table)
+    if table != ITEM:
+        yield from _texts_of(path, files_of(path, f"vocabularies/{table}.parquet"), "value")
         return
-    if table == USER and table not in [of.name for of in schema.tables]:
-        yield pa.array([""], pa.large_string())
-        yield from raw_user_ids_of(path)
-        return
-    if table.startswith(WANTED) and table not in [of.name for of in schema.tables]:
-        # As those of the feature that it is of.
-        source = next(of for of in schema.of("event") if of.name == table.removeprefix(WANTED))
-        table = source.table
-    name, column = ("items.parquet", "raw_id") if table == ITEM else (f"vocabularies/{table}.parquet", "value")
     first = 0
-    for file in files_of(path, name):
-        with reading(path, name_of(path, file)):
-            for batch in batches(file, [column], VALUES_AT_ONCE):
-                values = texts(column, batch.column(column)).fill_null("")
-                if table == ITEM and kept is not None:
-                    within = slice(*np.searchsorted(kept, [first, first + batch.num_rows]))
-                    values, first = values.take(pa.array(kept[within] - first)), first + batch.num_rows
-                yield values
-    if table == ITEM:
-        yield pa.array([""], pa.large_string())
+    for values in _texts_of(path, files_of(path, "items.parquet"), "raw_id"):
+        start, first = first, first + len(values)
+        if kept is not None:
+            within = slice(*np.searchsorted(kept, [start, first]))
+            values = values.take(pa.array(kept[within] - start))
+        yield values
+    yield pa.array([""], pa.large_string())
+
+
+def _texts_of(path: Path, files: Sequence[Path], name: str) -> Iterator[pa.Array]:
+    """The texts of a column of some files, or of user_index where a file does not have it; "" for a missing one, which
+    is a ValueError if they are raw ids of items."""
+    for file in files:
+        with reading(path, name_of(path, file)), pq.ParquetFile(file) as table:
+            column = name if name in table.schema_arrow.names or name != "raw_user_id" else "user_index"
+            for batch in table.iter_batches(VALUES_AT_ONCE, columns=[column]):
+                if name == "raw_id" and batch.column(0).null_count:
+                    raise ValueError("empty values in column raw_id")
+                yield texts(name, batch.column(0)).fill_null("")
 
 
 def encoders_of(path: Path, schema: Schema) -> dict[str, TextEncoder]:
@@ -333,23 +322,24 @@ def encoder_of(path: Path, feature: Feature) -> TextEncoder:
     """As `encoders_of`, for one feature of texts."""
     if feature.encoder != NGRAMS:
         return TextEncoder(feature.encoder, feature.version, feature.width)
-    name = f"{PROJECTIONS}/{feature.name}.parquet"
-    with reading(path, name), pq.ParquetFile(path / name) as table:
-        require_plausible(table, path / name, ())
-        rows = table.read(["row"])["row"].combine_chunks()
-        lengths, numbers = lists("row", rows)
-        if len(rows) != BUCKETS or (lengths != feature.width).any():
-            raise ValueError(f"its rows are not {BUCKETS} of {feature.width} numbers")
-        projection = finite("row", numbers).reshape(BUCKETS, feature.width).copy()
-        return TextEncoder(feature.encoder, feature.version, feature.width, projection)
+    name, parts = f"{PROJECTIONS}/{feature.name}.parquet", list[np.ndarray]()
+
+    def append(batch: pa.RecordBatch) -> None:
+        lengths, numbers = lists("row", batch.column("row"))
+        if (lengths != feature.width).any():
+            raise ValueError(f"its rows are not of {feature.width} numbers")
+        parts.append(finite("row", numbers).reshape(-1, feature.width))
+
+    with reading(path, name):
+        if read_file(path / name, ["row"], append, [replace(feature, name="row")]) != BUCKETS:
+            raise ValueError(f"its rows are not {BUCKETS}")
+    return TextEncoder(feature.encoder, feature.version, feature.width, np.concatenate(parts))
 
 
 def raw_user_ids_of(path: Path) -> Iterator[pa.Array]:
-    for part in [*sorted((path / "sequences").glob("*.parquet")), *files_of(path, "users.parquet")[1:]]:
-        with reading(path, name_of(path, part)):
-            column = "raw_user_id" if "raw_user_id" in pq.read_schema(part).names else "user_index"
-            for batch in batches(part, [column], VALUES_AT_ONCE):
-                yield texts(column, batch.column(column)).fill_null("")
+    yield from _texts_of(
+        path, [*sorted((path / "sequences").glob("*.parquet")), *files_of(path, "users.parquet")[1:]], "raw_user_id"
+    )
 
 
 def files_of(path: Path, name: str) -> list[Path]:
@@ -385,6 +375,9 @@ def load_dataset(path: str | Path) -> Dataset:
     for feature in schema.features:
         if feature.name != ITEM:
             columns[feature.owner][feature.name] = Column.from_arrays(arrays, f"{feature.owner}.{feature.name}")
+    stated = description.get("repeated_targets") or {}
+    # Without a digest nothing says that they are as they were written.
+    are_known = "sha256" in description and not description.get(APPENDED) and {"validation", "test"} <= stated.keys()
     return Dataset(
         path,
         description["name"],
@@ -394,106 +387,66 @@ def load_dataset(path: str | Path) -> Dataset:
         arrays["offsets"],
         arrays["timestamps"],
         schema,
-        _stated_repeats(description) or repeated_targets(arrays["offsets"], arrays["items"]),
+        stated if are_known else repeated_targets(arrays["offsets"], arrays["items"]),
         item_features=columns["item"],
         user_features=columns["user"],
         event_features=columns["event"],
     )
 
 
-def _stated_repeats(description: Mapping[str, Any]) -> Mapping[str, float] | None:
-    """Returns the shares of repeated targets in dataset.json, or None if they are left out, or if no digest says that
-    they are as they were written."""
-    stated = description.get("repeated_targets") or {}
-    whole = "sha256" in description and not description.get(APPENDED)
-    return stated if whole and {"validation", "test"} <= stated.keys() else None
-
-
 def read_arrays(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:
     """Returns all arrays of a dataset. ValueError for a file of sequences or items that is not as documented."""
+    return read_sequences(path, schema, description) | read_items(path, schema, description["items"])
+
+
+def read_sequences(path: Path, schema: Schema, description: Mapping[str, Any]) -> Arrays:
+    """Returns the arrays of users and actions."""
     num_users, num_items, actions = (description[key] for key in ("users", "items", "actions"))
-    parts, appended = sorted((path / "sequences").glob("*.parquet")), sorted((path / APPENDED).glob("*"))
-    _require_counts(path, parts, [folder / "sequences.parquet" for folder in appended], schema, num_users, actions)
     with reading(path, "dataset.json"):
-        sequences = SequenceReader(schema, num_users, num_items, actions)
-    whole = (*SEQUENCE_COLUMNS, *sequences.users, *sequences.events)
-    _add(path, parts, whole, sequences.append)
+        reader = SequenceReader(schema, num_users, num_items, actions)
+    whole, appended = (*SEQUENCE_COLUMNS, *reader.users, *reader.events), sorted((path / APPENDED).glob("*"))
+    files = [(part, whole, reader.append) for part in sorted((path / "sequences").glob("*.parquet"))]
     for folder in appended:
-        _add(path, [folder / "users.parquet"], ("user_index", *sequences.users), sequences.append_users)
-        _add(path, [folder / "sequences.parquet"], (*SEQUENCE_COLUMNS, *sequences.events), sequences.append_later)
-    if (sequences.user, sequences.action) != (num_users, actions):
+        files.append((folder / "users.parquet", ("user_index", *reader.users), reader.append_users))
+        files.append((folder / "sequences.parquet", (*SEQUENCE_COLUMNS, *reader.events), reader.append_later))
+    for file, columns, append in files:
+        with reading(path, name_of(path, file)):
+            read_file(file, columns, append, schema.features)
+    if (reader.user, reader.action) != (num_users, actions):
         broken(
-            path,
-            f"{sequences.user} users and {sequences.action} actions, but dataset.json says {num_users} and {actions}",
+            path, f"{reader.user} users and {reader.action} actions, but dataset.json says {num_users} and {actions}"
         )
-    with reading(path, APPENDED if appended else "sequences"):
-        arrays = sequences.arrays()
-    for name, reader in _read_items(path, schema, num_items).items():
-        arrays |= reader.column().arrays(f"item.{name}")
-    return arrays
+    with reading(path, APPENDED):
+        return reader.arrays()
 
 
-def _add(path: Path, files: Sequence[Path], columns: Sequence[str], add: Callable[[pa.RecordBatch], None]) -> None:
-    for file in files:
-        with reading(path, name_of(path, file)):
-            for batch in batches(file, columns):
-                add(batch)
-
-
-def _require_counts(
-    path: Path, parts: Sequence[Path], appended: Sequence[Path], schema: Schema, num_users: int, actions: int
-) -> None:
-    """ValueError if the files of sequences/, and those that were appended, cannot have so many users and actions, by
-    what their metadata claims."""
-    events = [*schema.of("event")]
-    rows, values, of_parts = 0, 0, 0
-    for part in [*parts, *appended]:
-        features = events if part in appended else [*schema.of("user"), *events]
-        with reading(path, name_of(path, part)), pq.ParquetFile(part) as table:
-            require_columns(table.schema_arrow.names, (*SEQUENCE_COLUMNS, *(of.name for of in features)))
-            require_list("item_indices", table.schema_arrow.field("item_indices").type)
-            require_plausible(table, part, features)
-            rows += table.metadata.num_rows
-            of_parts += 0 if part in appended else table.metadata.num_rows
-            claims = values_of(table.metadata)
-            values += sum(of for column, of in claims.items() if column.startswith("item_indices."))
-    # An empty list counts as a value.
-    if (of_parts > num_users if appended else rows != num_users) or not actions <= values <= actions + rows:
-        broken(path, f"{of_parts} users and up to {values} actions, but dataset.json says {num_users} and {actions}")
-
-
-def _read_items(path: Path, schema: Schema, num_items: int) -> dict[str, ColumnReader]:
-    """Those of the features of items; the ids themselves only when asked for, with Dataset.raw_ids."""
-    features, files, rows = schema.of("item"), files_of(path, "items.parquet"), 0
-    for file in files:
-        with reading(path, name_of(path, file)), pq.ParquetFile(file) as table:
-            require_columns(table.schema_arrow.names, (*ITEM_COLUMNS, *(of.name for of in features)))
-            require_texts("raw_id", table.schema_arrow.field("raw_id").type)
-            require_plausible(table, file, features)
-            rows += table.metadata.num_rows
-    if rows != num_items:
-        broken(path, f"items.parquet: {rows} rows, but dataset.json says {num_items} items")
+def read_items(path: Path, schema: Schema, num_items: int) -> Arrays:
+    """Returns the arrays of the features of items; the ids themselves are read only when asked for, with
+    Dataset.raw_ids."""
     with reading(path, "dataset.json"):
-        readers = {f.name: ColumnReader(f, schema, num_items) for f in features}
+        readers = {of.name: ColumnReader(of, schema, num_items) for of in schema.of("item")}
     row = 0
-    for file in files if readers else ():
+
+    def append(batch: pa.RecordBatch) -> None:
+        nonlocal row
+        start, row = row, row + batch.num_rows
+        require_order(batch.column("item_index"), start, row)
+        for name, reader in readers.items() if row <= num_items else ():
+            reader.append(batch.column(name))
+
+    for file in files_of(path, "items.parquet"):
         with reading(path, name_of(path, file)):
-            for batch in batches(file, ("item_index", *readers)):
-                require_order(batch.column("item_index"), row, row + batch.num_rows)
-                for name, reader in readers.items():
-                    reader.append(batch.column(name), places("item_index", row))
-                row += batch.num_rows
-    return readers
+            read_file(file, ("item_index", *readers), append, schema.features, "raw_id")
+    if row != num_items:
+        broken(path, f"items.parquet: {row} rows, but dataset.json says {num_items} items")
+    return {name: of for key, reader in readers.items() for name, of in reader.column().arrays(f"item.{key}").items()}
 
 
 def check_vocabulary(path: Path, name: str, rows: int) -> None:
     """ValueError if the files of a table's values cannot be read, or do not have this number of rows."""
     found = 0
     for file in files_of(path, f"vocabularies/{name}.parquet"):
-        with reading(path, name_of(path, file)), pq.ParquetFile(file) as table:
-            require_columns(table.schema_arrow.names, ("value",))
-            require_texts("value", table.schema_arrow.field("value").type)
-            require_plausible(table, file, ())
-            found += table.metadata.num_rows
+        with reading(path, name_of(path, file)):
+            found += read_file(file, (), lambda batch: None, text="value")
     if found != rows:
         broken(path, f"vocabularies/{name}.parquet: {found} values, but the schema says {rows} rows")

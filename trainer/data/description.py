@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from logitmix.common.checked import Checked, check_file, entry_of, require_entry
-from logitmix.common.files import from_json, other_kind, parse_json
+from logitmix.common.files import other_kind, parse_json
 from logitmix.common.mappings import brief, first_line, from_mapping
 from logitmix.common.plugins import require_plugins
 from logitmix.modules.schema import ITEM, Schema
@@ -27,8 +26,6 @@ LATEST = 2**62
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 """Ticks a second."""
 UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
-FILTERS = {"keep_duplicates": False, "min_item_actions": 0, "min_user_actions": 5}
-"""What `filters` of dataset.json has without options of `prepare`."""
 _NAME = re.compile("demo|demo-[a-z-]+|ml-[a-z0-9]+|amazon-[a-z0-9-]+|sequences|table")
 """Sources of `prepare`, but those of plugins."""
 DIGESTS = ("kind", "files", "sha256")
@@ -81,7 +78,11 @@ def parsed_description(path: Path) -> tuple[bytes, dict[str, Any]]:
         raise ValueError(f"{path}: this is a run; give the dataset that it was trained on")
     if not file.is_file():
         raise ValueError(f"no dataset at {path}; make it with: {_command(path)}")
-    _require_files(path)
+    for parquet in sorted(path.rglob("*.parquet")):
+        # A pipe would be waited for.
+        with reading(path, name_of(path, parquet)):
+            if kind := other_kind(parquet):
+                broken(path, f"{name_of(path, parquet)} is a {kind}, not a file")
     content = file.read_bytes()
     try:
         description = parse_json(content, "dataset.json")
@@ -116,35 +117,26 @@ def problems_of_description(
 def _problems_of_optional_entries(part: Mapping[str, Any]) -> Iterator[str]:
     """Yields which of the optional entries that are read later, of the dataset or of what was appended, are not as
     documented. An entry that is null counts as left out."""
-    names = ("repeated_targets", "times", "source", "filters")
-    objects = {name: part[name] for name in names if part.get(name) is not None}
+    objects = {name: part.get(name) or {} for name in ("repeated_targets", "times", "source", "filters")}
     for name, entry in objects.items():
         if not isinstance(entry, dict):
             yield f"dataset.json: {name} is {brief(entry)}; it must be an object"
             objects[name] = {}
-    shares = objects.get("repeated_targets", {})
-    if not all(type(share) in (int, float) for share in shares.values()):
-        yield f"dataset.json: repeated_targets is {brief(shares)}; it must have a number for each part"
-    times = objects.get("times", {})
-    if times.get("unit") not in (None, *UNITS):
-        yield f"dataset.json: times.unit is {brief(times['unit'])}; it must be null or one of {', '.join(UNITS)}"
-    for edge in ("first", "last"):
-        if type(times.get(edge, 0)) is not int:
-            yield f"dataset.json: times.{edge} is {brief(times[edge])}; it must be a whole number"
-    digests = objects.get("source", {}).get("sha256", {})
-    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        yield f"dataset.json: source.sha256 is {brief(digests)}; it must have a text for each file"
-    if not isinstance(shown := objects.get("filters", {}).get("shown", []), list):
-        yield f"dataset.json: filters.shown is {brief(shown)}; it must be a list"
-
-
-def _require_files(path: Path) -> None:
-    """ValueError for what has the name of a Parquet file and is none: a pipe would be waited for."""
-    for file in sorted(path.rglob("*.parquet")):
-        with reading(path, name_of(path, file)):
-            kind = other_kind(file)
-        if kind:
-            broken(path, f"{name_of(path, file)} is a {kind}, not a file")
+    shares, times = objects["repeated_targets"], objects["times"]
+    digests, shown = objects["source"].get("sha256", {}), objects["filters"].get("shown", [])
+    wrong = {
+        "repeated_targets": (shares, any(type(share) not in (int, float) for share in shares.values())),
+        "times.unit": (times.get("unit"), times.get("unit") not in (None, *UNITS)),
+        **{f"times.{edge}": (times.get(edge), type(times.get(edge, 0)) is not int) for edge in ("first", "last")},
+        "source.sha256": (
+            digests,
+            not isinstance(digests, dict) or any(type(of) is not str for of in digests.values()),
+        ),
+        "filters.shown": (shown, not isinstance(shown, list)),
+    }
+    for name, (value, is_wrong) in wrong.items():
+        if is_wrong:
+            yield f"dataset.json: {name} is {brief(value)}, which is not as docs/dataset.md says"
 
 
 def _problems_of_files(path: Path, content: bytes, sequences: bool) -> Iterator[str]:
@@ -206,8 +198,7 @@ class BrokenDataset(ValueError):
     """Says what is wrong with a dataset directory, and the command that makes it again."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        again = f"{_command(path)} --overwrite{_and_append(path)}"
-        super().__init__(f"{path}: {problem}; make it again with: {again}")
+        super().__init__(f"{path}: {problem}; make it again with: {_command(path)} --overwrite")
         self.problem = problem
         """What is wrong alone."""
 
@@ -216,32 +207,6 @@ def broken(path: Path, problem: str) -> NoReturn:
     raise BrokenDataset(path, problem) from None
 
 
-def _and_append(path: Path) -> str:
-    """What was appended to a dataset, as far as its dataset.json tells."""
-    try:
-        parts = from_json((path / "dataset.json").read_text(encoding="utf-8"))[APPENDED]
-        names = [str(part["source"]["name"]) for part in parts]
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return f", then with --append, in this order: {', '.join(names[:3])}{more}"
-
-
 def _command(path: Path) -> str:
-    """The command that makes a dataset here: the same one, as far as the files tell."""
-    try:
-        before = from_json((path / "dataset.json").read_text(encoding="utf-8"))
-        name, source, filters = before["name"], before["source"], before["filters"]
-        words = [name if _NAME.fullmatch(name) else "NAME"]
-        if source:
-            # Where prepare puts a download, if it is there.
-            nearby = path.parent / source["name"]
-            words += ["--source", str(nearby if nearby.exists() else source["name"])]
-        for several in ("where", "shown"):
-            words += [f"--{several} {shlex.quote(condition)}" for condition in filters.pop(several, [])]
-        filters.pop("removed", None)
-        given = {f"--{key.replace('_', '-')}": value for key, value in filters.items() if FILTERS.get(key) != value}
-        words += [flag if value is True else f"{flag} {value}" for flag, value in given.items()]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        words = [path.name if _NAME.fullmatch(path.name) else "NAME"]
-    return f"logitmix prepare {' '.join(words)} --out {path}"
+    """The command that makes a dataset here, as far as its name tells."""
+    return f"logitmix prepare {path.name if _NAME.fullmatch(path.name) else 'NAME'} --out {path}"

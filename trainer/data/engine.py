@@ -1,37 +1,18 @@
 """DuckDB as `prepare` uses it: tables by name, made by SELECT statements, in a memory that is limited and spills.
 
-`trainer/prepare/number.py` needs no more of an engine than the methods of `Engine`: one that has the table `rows`, and
-translates DuckDB's SQL, numbers the actions by the same statements.
+`trainer/prepare/number.py` needs no more of an engine than put, make, drop, table and row: one that has the table
+`rows`, and translates DuckDB's SQL, numbers the actions by the same statements, as the one in `spark.py`.
 """
 
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 
 BATCH_ROWS = 1 << 18
-
-
-class Engine(Protocol):
-    """What runs the statements of number.py, which are written in DuckDB's SQL."""
-
-    def put(self, name: str, table: pa.Table) -> None:
-        """Makes a table of Arrow's rows."""
-
-    def make(self, name: str, query: str) -> None:
-        """Makes a table of a query's rows, or replaces it."""
-
-    def drop(self, *names: str) -> None:
-        """Gives up tables."""
-
-    def table(self, query: str) -> pa.Table:
-        """The rows of a query."""
-
-    def row(self, query: str) -> tuple[Any, ...]:
-        """The only row of a query."""
 
 
 class Duck:
@@ -42,14 +23,17 @@ class Duck:
         self.db = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
         self.db.execute("set enable_progress_bar = false; set TimeZone = 'UTC'")
         if folder is not None:
-            self.db.execute(f"set memory_limit = '{memory}B'; set temp_directory = '{_escaped(folder)}'")
+            place = str(folder).replace("'", "''")
+            self.db.execute(f"set memory_limit = '{memory}B'; set temp_directory = '{place}'")
 
     def put(self, name: str, table: pa.Table) -> None:
+        """Makes a table of Arrow's rows."""
         self.db.register("arrow_rows", table)
         self.make(name, "select * from arrow_rows")
         self.db.unregister("arrow_rows")
 
     def make(self, name: str, query: str) -> None:
+        """Makes a table of a query's rows, or replaces it."""
         self.db.execute(f"create or replace table {name} as {query}")
 
     def drop(self, *names: str) -> None:
@@ -60,6 +44,7 @@ class Duck:
         return self.db.sql(query).to_arrow_table().combine_chunks()
 
     def row(self, query: str) -> tuple[Any, ...]:
+        """The only row of a query."""
         [found] = zip(*(column.to_pylist() for column in self.table(query).columns), strict=True)
         return found
 
@@ -75,10 +60,6 @@ class Duck:
 def scratch() -> Duck:
     """A database for what needs no tables."""
     return Duck()
-
-
-def _escaped(folder: Path) -> str:
-    return str(folder).replace("'", "''")
 
 
 def quoted(name: str) -> str:

@@ -51,7 +51,7 @@ def limited(config: DataConfig, dataset: Dataset) -> Dataset:
     """What the run sees of a whole dataset: itself, if it has no more than data.items items."""
     if (kept := kept_items(config, dataset)) is None:
         return dataset
-    X, N, features = dataset.num_items, len(kept), dataset.schema.features
+    X, N = dataset.num_items, len(kept)
     number_X = np.full(X + 1, N, index_type(N + 1))
     number_X[kept] = np.arange(N)
 
@@ -64,15 +64,13 @@ def limited(config: DataConfig, dataset: Dataset) -> Dataset:
         offsets = np.concatenate([[0], _kept_before(dataset.offsets[1:], dataset, has_X)])
         times = dataset.timestamps_flat[has_T]
         made = {"items": number_X[dataset.items_flat[has_T]], "offsets": offsets, "timestamps": times}
-        for feature in features:
-            if (column := dataset.event_features.get(feature.name)) is not None:
-                rows = has_T if column.offsets is None else np.flatnonzero(has_T)
-                made |= renumbered(feature, column.take(rows)).arrays(f"event.{feature.name}")
-            elif (column := dataset.item_features.get(feature.name)) is not None:
-                made |= renumbered(feature, column.take(kept)).arrays(f"item.{feature.name}")
+        for feature in (*dataset.schema.of("item"), *dataset.schema.of("event")):
+            column = dataset.features_of(feature.owner)[feature.name]
+            rows = kept if feature.owner == "item" else has_T if column.offsets is None else np.flatnonzero(has_T)
+            made |= renumbered(feature, column.take(rows)).arrays(f"{feature.owner}.{feature.name}")
         return made
 
-    size = sum(of.nbytes for of in (dataset.items_flat, dataset.timestamps_flat))
+    size = dataset.items_flat.nbytes + dataset.timestamps_flat.nbytes
     size += sum(of.nbytes for of in dataset.event_features.values())
     found = arrays.kept(dataset.path, size, make, f"items-{hashlib.sha256(kept.tobytes()).hexdigest()[:16]}")
     tables = tuple(replace(of, rows=N + 1) if of.name == ITEM else of for of in dataset.schema.tables)
@@ -84,11 +82,7 @@ def limited(config: DataConfig, dataset: Dataset) -> Dataset:
         timestamps_flat=found["timestamps"],
         schema=replace(dataset.schema, tables=tables),
         item_features={name: Column.from_arrays(found, f"item.{name}") for name in dataset.item_features},
-        user_features={
-            of.name: renumbered(of, dataset.user_features[of.name])
-            for of in features
-            if of.name in dataset.user_features
-        },
+        user_features={of.name: renumbered(of, dataset.user_features[of.name]) for of in dataset.schema.of("user")},
         event_features={name: Column.from_arrays(found, f"event.{name}") for name in dataset.event_features},
         whole=dataset,
         kept=kept,
@@ -145,18 +139,13 @@ def said_of_limit(config: DataConfig, dataset: Dataset) -> str:
         return ""
     was = held_out(config, whole)
     now = within(was, dataset)
-    example = whole.raw_id_column()[int(np.flatnonzero(~dataset.is_kept())[0])].as_py()
     actions, left = len(whole.items_flat), len(dataset.items_flat)
-    emptied = int(((np.diff(whole.offsets) > 0) & (np.diff(dataset.offsets) == 0)).sum())
     missed = " and ".join(
         f"{int((place_U >= 0).sum() - (now.targets[split] >= 0).sum()):,} of {int((place_U >= 0).sum()):,} {split}"
         for split, place_U in was.targets.items()
     )
     return (
-        f"the {dataset.num_items:,} with the latest training actions, of {whole.num_items:,} (data.items"
-        + (f"; data.items_after: those with {after} or more first" if (after := config.items_after) > 1 else "")
-        + "); the others, "
-        f"such as {example!r:.40}, are left out with {actions - left:,} of {actions:,} actions"
-        + (f" (users without any then: {emptied:,})" if emptied else "")
-        + f"; {missed} targets count as misses: no row, or none before them"
+        f"the {dataset.num_items:,} with the latest training actions, of {whole.num_items:,} (data.items); the others "
+        f"are left out with {actions - left:,} of {actions:,} actions; {missed} targets count as misses: no row, or "
+        "none before them"
     )

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow.compute as pc
 
-from logitmix.common.mappings import nearest
 from logitmix.modules.schema import ITEM
 from logitmix.trainer.config import conditions_of
 from logitmix.trainer.data.columns import Column, ranges
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
-from logitmix.trainer.data.targets import NEGATIVES, negative_places
+from logitmix.trainer.data.targets import NEGATIVES, event_feature, negative_places
 
 
 class ExplicitNegatives:
@@ -92,12 +91,7 @@ def _from_end(row_E: Ints, rows: int) -> Ints:
 def _items_of(dataset: Dataset, name: str) -> Column:
     """A feature of actions with its values as item indices; -1 for those that are no item."""
     flag = f"{NEGATIVES} {name}"
-    if name not in (columns := list(dataset.event_features)):
-        raise ValueError(
-            f"{flag}: no such column{nearest(name, columns)}; it must be one of the actions' features: "
-            f"{', '.join(columns) or 'none'}"
-        )
-    feature, column = next(of for of in dataset.schema.of("event") if of.name == name), dataset.event_features[name]
+    feature, column = event_feature(dataset, name, flag), dataset.event_features[name]
     if not feature.sparse or not feature.form.bag:
         raise ValueError(f'{flag}: it must be a list of items, or a condition such as "event = dislike"')
     if feature.table == ITEM:

@@ -81,13 +81,6 @@ def read_numbers(texts: pa.StringArray, kind: pa.DataType = FLOAT) -> Numbers:
     return Numbers(values, texts.filter(wrong), note)
 
 
-def not_one(texts: pa.StringArray) -> list[str]:
-    """Why texts, each of which is a number, are none as a column, if they are so."""
-    of_numbers = pc.all(pc.match_substring_regex(texts, _WRITTEN)).as_py()
-    found = read_numbers(texts) if of_numbers else None
-    return [found.note] if found and found.note and len(found.wrong) else []
-
-
 def _joined(*parts: pa.Array) -> pa.StringArray:
     return pc.binary_join_element_wise(*parts, "")
 

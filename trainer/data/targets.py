@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from logitmix.common.mappings import nearest
+from logitmix.modules.schema import Feature
 from logitmix.trainer.config import DataConfig, conditions_of
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.lookups import Ints
@@ -23,15 +24,16 @@ def target_places(dataset: Dataset, conditions: Sequence[str], negatives: Sequen
     without conditions, when all actions may be targets. Conditions are those of `prepare --where`, on features of
     actions; a missing number is the mean, as in the dataset. ValueError for other conditions, and if no action is
     left."""
-    chosen = np.ones(len(dataset.items_flat), bool)
-    for condition in conditions:
-        chosen = _fulfill(dataset, condition, FLAG, chosen)
     places = negative_places(dataset, negatives)
     if not conditions and not len(places):
         return None
+    chosen = np.ones(len(dataset.items_flat), bool)
+    for condition in conditions:
+        chosen &= _fulfill(dataset, condition, FLAG)
     chosen[places] = False
     if not chosen.any():
-        raise ValueError(f"{NEGATIVES} {' '.join(negatives)}: no action is left that may be a target")
+        given = ", ".join([*conditions, *negatives])
+        raise ValueError(f"{FLAG} and {NEGATIVES} ({given}): no action is left that may be a target")
     return np.flatnonzero(chosen)
 
 
@@ -40,22 +42,17 @@ def negative_places(dataset: Dataset, negatives: Sequence[str]) -> Ints:
     `target_places`."""
     chosen = np.zeros(len(dataset.items_flat), bool)
     for condition in conditions_of(negatives):
-        chosen |= _fulfill(dataset, condition, NEGATIVES, True)
+        chosen |= _fulfill(dataset, condition, NEGATIVES)
     return np.flatnonzero(chosen)
 
 
-def _fulfill(dataset: Dataset, condition: str, flag: str, among: NDArray[np.bool_] | bool) -> NDArray[np.bool_]:
-    """Which actions fulfill a condition [actions]; ValueError if none of those `among` all does."""
+def _fulfill(dataset: Dataset, condition: str, flag: str) -> NDArray[np.bool_]:
+    """Which actions fulfill a condition [actions]; ValueError if none does."""
     columns, parsed = list(dataset.event_features), Condition.parse(condition, flag)
     parsed.require_column(columns)
-    name = parsed.column
-    values = _values(dataset, name, f"{flag} {condition!r}")
-    found: NDArray[np.bool_] = parsed.fulfilled(values, columns) & among
-    if not found.any():
-        some = "" if np.all(among) else " together with the others"
-        if pa.types.is_dictionary(values.type):
-            some += f"; {name} is {', '.join(values.dictionary.drop_null()[:5].to_pylist())}, for example"
-        raise ValueError(f"{flag} {condition!r}: no action of {dataset.path} fulfills this{some}")
+    values = _values(dataset, parsed.column, f"{flag} {condition!r}")
+    if not (found := parsed.fulfilled(values, columns)).any():
+        raise ValueError(f"{flag} {condition!r}: no action of {dataset.path} fulfills this")
     return found
 
 
@@ -88,11 +85,6 @@ def target_weights(dataset: Dataset, name: str, places: Ints | None) -> NDArray[
     if not name:
         return None
     flag = f"--data.weight {name}"
-    if name not in (columns := list(dataset.event_features)):
-        raise ValueError(
-            f"{flag}: no such column{nearest(name, columns)}; it must be one of the actions' features: "
-            f"{', '.join(columns) or 'none'}"
-        )
     values = _values(dataset, name, flag)
     if pa.types.is_dictionary(values.type):
         numbers = read_numbers(values.dictionary.cast(pa.string()), pa.float64()).values
@@ -104,22 +96,30 @@ def target_weights(dataset: Dataset, name: str, places: Ints | None) -> NDArray[
     wrong = ~((weights >= 0) & (weights < np.inf))
     of_targets = slice(None) if places is None else places
     if wrong[of_targets].any():
-        place = int(np.arange(len(weights))[of_targets][np.argmax(wrong[of_targets])])
-        user = int(np.searchsorted(dataset.offsets, place, side="right")) - 1
-        item, raw_user = dataset.raw_ids()[dataset.items_flat[place]], dataset.raw_user_ids(np.array([user]))[0]
+        found = np.arange(len(weights))[of_targets][wrong[of_targets]]
         raise ValueError(
-            f"{flag}: {str(values[place].as_py())!r:.40} of item {item!r:.40} and user {raw_user!r:.40} at time "
-            f"{dataset.timestamps_flat[place]} is no finite number of 0 or more, and so for "
-            f"{int(wrong[of_targets].sum()):,} targets in all: correct them, or leave them out by --data.targets"
+            f"{flag}: the values of {len(found):,} targets are no finite numbers of 0 or more, such as "
+            f"{str(values[int(found[0])].as_py())!r:.40}; correct "
+            "them, or leave them out by --data.targets"
         )
     if not weights[of_targets].any():
         raise ValueError(f"{flag}: the weights of all targets are 0")
     return weights
 
 
+def event_feature(dataset: Dataset, name: str, flag: str) -> Feature:
+    """The feature of actions of this name; ValueError if there is none."""
+    if name not in (columns := list(dataset.event_features)):
+        raise ValueError(
+            f"{flag}: no such column{nearest(name, columns)}; it must be one of the actions' features: "
+            f"{', '.join(columns) or 'none'}"
+        )
+    return next(of for of in dataset.schema.of("event") if of.name == name)
+
+
 def _values(dataset: Dataset, name: str, what: str) -> pa.Array:
     """A feature of the actions, as `holds` takes it; `what` names the setting."""
-    feature = next(of for of in dataset.schema.of("event") if of.name == name)
+    feature = event_feature(dataset, name, what)
     if feature.form.bag or feature.form.wide:
         raise ValueError(f"{what}: {name} has several values for an action")
     return dataset.single_values(feature)

@@ -4,18 +4,19 @@ Numbers keep their unit; dates become seconds since 1970, UTC where they name no
 of numbers from their magnitude: those between 1980 and 2100 in seconds, milliseconds, microseconds or nanoseconds.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import strptime, time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.trainer.data.arrow import as_numpy
+from logitmix.trainer.data.arrow import as_numpy, is_text
 from logitmix.trainer.data.description import LATEST, UNIT_NAMES, UNITS
-from logitmix.trainer.data.engine import Duck, Engine, scratch
+from logitmix.trainer.data.engine import Duck, scratch
 
 WINDOW = (315_532_800, 4_102_444_800)
 """1980 to 2100, in seconds since 1970."""
@@ -49,33 +50,7 @@ _WRITTEN = (
 )
 """All dates that are read: year first; compact; with the English name of the month, as 01-Jan-1995, Sun, 1 Jan 1995 or
 January 1, 1995; or day and month before the year."""
-_GROUPS = [
-    "y1",
-    "m1",
-    "d1",
-    "y2",
-    "m2",
-    "d2",
-    "d4",
-    "name1",
-    "y4",
-    "name2",
-    "d5",
-    "y5",
-    "a",
-    "mark",
-    "b",
-    "y3",
-    "hour",
-    "minute",
-    "second",
-    "fraction",
-    "half",
-    "zone",
-    "sign",
-    "zh",
-    "zm",
-]
+_GROUPS = re.findall(r"\?P<(\w+)>", _WRITTEN)
 
 READ_TEXTS = rf"""
 with shaped as (
@@ -130,13 +105,6 @@ from numbers
 """
 """Of the column `text` of the table `texts`: seconds, null where there is no time, and billionths of them; how they are
 written; and the seconds if the day were first, where that cannot be told."""
-
-
-def read_texts(texts: pa.Array) -> pa.Table:
-    """Texts by READ_TEXTS."""
-    engine = scratch()
-    engine.put("texts", pa.table({"text": texts}))
-    return engine.table(READ_TEXTS)
 
 
 @dataclass
@@ -210,18 +178,25 @@ class Clock:
             (self.examples[form],) = duck.row(f"select {text} from rows where {order} = {first} order by place limit 1")
 
     def _by_form(self, texts: pa.Array) -> pa.Table:
-        parsed = [_strptime(text, self.form) for text in texts.to_pylist()]
-        return pa.table(
-            {
-                "text": texts,
-                "seconds": pa.array([found and found[0] for found in parsed], pa.int64()),
-                "fraction": pa.array([found[1] if found else 0 for found in parsed], pa.int32()),
-                "form": pa.array(["date"] * len(parsed), pa.string()),
-                "day_first": pa.nulls(len(parsed), pa.int64()),
-            }
-        )
+        """Texts by `form`, in the columns of READ_TEXTS."""
+        seconds, fractions, epoch = list[int | None](), list[int](), datetime(1970, 1, 1, tzinfo=UTC)
+        for text in texts.to_pylist():
+            gap = timedelta()
+            try:
+                moment = datetime.strptime(text, self.form)
+                gap = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - epoch
+                # strptime also takes the names of this machine's zone, and drops them.
+                zone = "" if moment.tzinfo or "%Z" not in self.form else strptime(text, self.form).tm_zone
+                known = (zone or "UTC").upper() in ("UTC", "GMT")
+            except (ValueError, TypeError):
+                known = False
+            seconds.append(gap.days * 86_400 + gap.seconds if known else None)
+            fractions.append(gap.microseconds * 1000 if known else 0)
+        nothing = pa.nulls(len(texts), pa.int64())
+        found = {"text": texts, "seconds": pa.array(seconds, pa.int64()), "fraction": pa.array(fractions, pa.int32())}
+        return pa.table(found | {"form": pa.array(["date"] * len(texts), pa.string()), "day_first": nothing})
 
-    def settled(self, engine: Engine) -> str:
+    def settled(self, engine: Duck) -> str:
         """The expression of the times of all rows that were read, those of the table `rows`, as they are finally: days
         and months take the order that all of them show; dates written as numbers become dates. ValueError if the order
         cannot be told."""
@@ -262,7 +237,7 @@ class Clock:
             yield f"the times are read as dates, not as numbers ({self.examples['digits']})"
 
 
-def digits_form(engine: Engine, column: str, table: str) -> str:
+def digits_form(engine: Duck, column: str, table: str) -> str:
     """The form of dates written as numbers, YYYYMMDD with two digits more for hours, minutes and seconds each; "" if
     one is no such date, is before 1900 or after 2100, or has another form."""
     least, most = engine.row(f"select min({column}), max({column}) from {table}")
@@ -280,25 +255,12 @@ def _floored(ticks: str, size: int) -> tuple[str, str]:
     return f"({ticks} - {part}) // {size}", f"{part} * {10**9 // size}"
 
 
-def _strptime(text: str, form: str) -> tuple[int, int] | None:
-    """Seconds and nanoseconds."""
-    try:
-        moment = datetime.strptime(text, form)
-        # strptime also takes the names of this machine's zone, and drops them.
-        if "%Z" in form and not moment.tzinfo and (strptime(text, form).tm_zone or "UTC").upper() not in ("UTC", "GMT"):
-            return None
-    except (ValueError, TypeError):
-        return None
-    gap = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
-    return gap.days * 86_400 + gap.seconds, gap.microseconds * 1000
-
-
 def window(unit: str) -> tuple[int, int]:
     """The first time of 1980 and of 2100 in a unit."""
     return WINDOW[0] * UNITS[unit], WINDOW[1] * UNITS[unit]
 
 
-def unit_of(engine: Engine, column: str, table: str, place: str = "''") -> str:
+def unit_of(engine: Duck, column: str, table: str, place: str = "''") -> str:
     """The unit of a column of times since 1970, one of UNITS; "" for other numbers. Those up to 0 do not count.
     ValueError if some are in one unit, others in another; `place` is an expression for where a row is."""
     within = {unit: f"{column} >= {window(unit)[0]} and {column} < {window(unit)[1]}" for unit in UNITS}
@@ -316,7 +278,7 @@ def unit_of(engine: Engine, column: str, table: str, place: str = "''") -> str:
     return units[0]
 
 
-def outliers_of(engine: Engine, column: str, unit: str) -> str:
+def outliers_of(engine: Duck, column: str, unit: str) -> str:
     """Returns a line if some times of the table `rows`, which are dates in this unit, are before 1980 or in the future;
     "" otherwise."""
     first, end = window(unit)[0], int((time() + 86_400) * UNITS[unit])
@@ -365,40 +327,23 @@ def read_dates(values: pa.Array) -> Dates:
     return Dates(as_numpy(days.cast(pa.float64()).fill_null(np.nan)), "number" not in clock.examples)
 
 
-def seconds_of_texts(texts: pa.Array) -> pa.Array:
-    """Dates, with a time of day and a zone or without; null for other texts, numbers among them. ValueError if days
-    cannot be told from months."""
-    found, clock = read_texts(texts.cast(pa.string())), Clock()
-    forms = pc.if_else(found["seconds"].is_valid(), found["form"], None).combine_chunks()
-    clock.examples |= {
-        form: f"value:{pc.index(forms, form).as_py() + 1}: {texts[pc.index(forms, form).as_py()]}"
-        for form in forms.drop_null().unique().to_pylist()
-    }
+def moments(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """Returns the seconds since 1970 of Arrow's dates and timestamps or of texts, with a zone or without; null for what
+    is no date, numbers among texts. And their nanoseconds beyond these, int32. ValueError if days cannot be told from
+    months."""
+    if not is_text(values.type):
+        times = values if pa.types.is_timestamp(values.type) else values.cast(pa.timestamp("s"))
+        ticks, count = UNITS[times.type.unit], times.cast(pa.int64()).fill_null(0).to_numpy()
+        seconds = pa.array(count // ticks, mask=np.asarray(times.is_null()))
+        return seconds, (count % ticks * (10**9 // ticks)).astype(np.int32)
+    engine, clock = scratch(), Clock()
+    engine.put("texts", pa.table({"text": values}))
+    found = engine.table(READ_TEXTS)
+    is_date = pc.and_(pc.not_equal(found["form"], "number"), found["seconds"].is_valid())
+    forms = pc.if_else(is_date, found["form"], None).combine_chunks()
+    for form in forms.drop_null().unique().to_pylist():
+        first = pc.index(forms, form).as_py()
+        clock.examples[form] = f"value:{first + 1}: {values[first]}"
     seconds = pc.coalesce(found["day_first"], found["seconds"]) if clock.day_first() else found["seconds"]
-    return pc.if_else(pc.equal(found["form"], "number"), None, seconds).combine_chunks()
-
-
-def nanoseconds_of_texts(texts: pa.Array) -> np.ndarray:
-    """int32: the fractions of a second in texts, up to 9 digits; 0 without one."""
-    found = read_texts(texts.cast(pa.string()))
-    dates = pc.and_(pc.not_equal(found["form"], "number"), found["seconds"].is_valid())
-    return pc.if_else(dates, found["fraction"], 0).combine_chunks().cast(pa.int32()).to_numpy()
-
-
-def seconds_of_times(times: pa.Array) -> pa.Array:
-    """Of timestamps and dates as Arrow has them."""
-    kind = times.type
-    if pa.types.is_date32(kind):
-        return pc.multiply(times.cast(pa.int32()).cast(pa.int64()), 86_400)
-    ticks = UNITS["ms" if pa.types.is_date64(kind) else kind.unit]
-    # Arrow rounds quotients towards 0, which is wrong before 1970.
-    whole = times.cast(pa.int64()).fill_null(0).to_numpy() // ticks
-    return pa.array(whole, mask=np.asarray(times.is_null()))
-
-
-def nanoseconds_of_times(times: pa.Array) -> np.ndarray:
-    """int32: what `seconds_of_times` cuts off."""
-    if pa.types.is_date(times.type):
-        return np.zeros(len(times), np.int32)
-    ticks = UNITS[times.type.unit]
-    return (times.cast(pa.int64()).fill_null(0).to_numpy() % ticks * (10**9 // ticks)).astype(np.int32)
+    fraction = pc.if_else(is_date, found["fraction"], 0).combine_chunks().cast(pa.int32())
+    return pc.if_else(is_date, seconds, None).combine_chunks(), fraction.fill_null(0).to_numpy()

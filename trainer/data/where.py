@@ -11,17 +11,10 @@ import pyarrow.compute as pc
 
 from logitmix.common.mappings import nearest
 from logitmix.trainer.data.arrow import as_numbers, as_numpy, is_text, is_time
-from logitmix.trainer.data.description import UNIT_NAMES, UNITS
+from logitmix.trainer.data.description import UNITS
 from logitmix.trainer.data.engine import scratch
 from logitmix.trainer.data.numbers import read_numbers
-from logitmix.trainer.data.times import (
-    digits_form,
-    nanoseconds_of_texts,
-    seconds_of_texts,
-    seconds_of_times,
-    unit_of,
-    window,
-)
+from logitmix.trainer.data.times import moments, unit_of
 
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "=": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
@@ -98,7 +91,8 @@ class Condition:
     def given(self) -> tuple[pa.Scalar, int, pa.Scalar]:
         """Returns the value as a time, in seconds and billionths of one, and as a number; null if it is none."""
         value = pa.array([self.value])
-        return seconds_of_texts(value)[0], int(nanoseconds_of_texts(value)[0]), as_numbers(value, pa.float64())[0]
+        seconds, nanoseconds = moments(value)
+        return seconds[0], int(nanoseconds[0]), as_numbers(value, pa.float64())[0]
 
     def not_ordered(self) -> ValueError:
         """Returns what is wrong if the value is a text, and the operator is one of order."""
@@ -109,29 +103,27 @@ class Condition:
 def of_time(condition: Condition, time: str, unit: str, columns: Collection[str]) -> str:
     """The expression of a condition on the time of a row, of which `time` is the expression, in this unit. ValueError
     for a value that cannot be compared with it."""
-    operator = condition.operator.replace("!=", "<>")
     try:
         seconds, nanoseconds, number = condition.given()
-        if seconds.is_valid:
-            if not unit:
-                raise ValueError("its values are no times since 1970, so that it cannot be compared with a date")
-            ticks = UNITS[unit]
-            return f"{time} {operator} {seconds.as_py() * ticks + nanoseconds * ticks // 10**9}"
-        if not number.is_valid:
-            if operator in ("=", "<>"):
-                return f"cast({time} as varchar) {operator} '{condition.value.replace(chr(39), 2 * chr(39))}'"
+        if not (seconds.is_valid or number.is_valid):
             raise condition.not_ordered()
-        if unit:
-            _require_unit(int(number.as_py()), unit)
-        return f"{time} {operator} {condition.value}"
+        value = _ticks(seconds.as_py(), nanoseconds, unit) if seconds.is_valid else condition.value
+        return f"{time} {condition.operator.replace('!=', '<>')} {value}"
     except ValueError as error:
         raise condition.error(error, columns) from None
+
+
+def _ticks(seconds: int, nanoseconds: int, unit: str) -> int:
+    """A time in a unit; ValueError for "", which other numbers have."""
+    if not unit:
+        raise ValueError("its values are no times since 1970, so that it cannot be compared with a date")
+    return seconds * UNITS[unit] + nanoseconds * UNITS[unit] // 10**9
 
 
 def _numbers(values: pa.Array) -> pa.Array:
     """null if there is none."""
     if is_time(values.type):
-        return seconds_of_times(values)
+        return moments(values)[0]
     if is_text(values.type):
         return read_numbers(values, pa.float64()).values
     return values if pa.types.is_floating(values.type) else values.cast(pa.float64(), safe=False)
@@ -139,29 +131,11 @@ def _numbers(values: pa.Array) -> pa.Array:
 
 def _times(values: pa.Array, seconds: int, nanoseconds: int) -> tuple[pa.Array, pa.Scalar]:
     """The values as times, and the given time in their unit."""
-    if is_time(values.type):
-        return seconds_of_times(values), pa.scalar(seconds)
-    if is_text(values.type):
-        known = seconds_of_texts(values)
-        if known.null_count < len(known) or not len(known):
+    if is_time(values.type) or is_text(values.type):
+        known = moments(values)[0]
+        if is_time(values.type) or known.null_count < len(known) or not len(known):
             return known, pa.scalar(seconds)
     numbers = values if pa.types.is_integer(values.type) else pc.floor(_numbers(values)).cast(pa.int64(), safe=False)
     engine = scratch()
     engine.put("numbers", pa.table({"number": numbers}))
-    unit = unit_of(engine, "number", "numbers")
-    if not unit:
-        raise ValueError("its values are no times since 1970, so that it cannot be compared with a date")
-    ticks = UNITS[unit]
-    return numbers, pa.scalar(seconds * ticks + nanoseconds * ticks // 10**9)
-
-
-def _require_unit(number: int, unit: str) -> None:
-    """ValueError for a number that is a time in another unit, or a date without hyphens."""
-    within = [of for of in UNITS if window(of)[0] <= number < window(of)[1]]
-    other = f"in {UNIT_NAMES[within[0]]}" if within else ""
-    engine = scratch()
-    engine.put("numbers", pa.table({"number": pa.array([number])}))
-    if digits_form(engine, "number", "numbers") and unit not in within:
-        other = "a date in digits"
-    if other not in ("", f"in {UNIT_NAMES[unit]}"):
-        raise ValueError(f"{number} would be {other}, and its values are {UNIT_NAMES[unit]} since 1970; write a date")
+    return numbers, pa.scalar(_ticks(seconds, nanoseconds, unit_of(engine, "number", "numbers")))

@@ -1,18 +1,19 @@
 """The writer of a dataset directory; dataset.py describes the format."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.modules.schema import Feature, Schema
+from logitmix.modules.schema import ITEM, Feature, Schema
 from logitmix.trainer.data.arrow import is_list
-from logitmix.trainer.data.columns import ROW, Column, ranges, user_blocks
+from logitmix.trainer.data.columns import ROW, SEQUENCE_COLUMNS, Column, ranges, user_blocks
 from logitmix.trainer.data.description import FORMAT, PROJECTIONS, entries_of
 from logitmix.trainer.data.repeats import count_repeats, shares
 
@@ -117,15 +118,71 @@ def write_dataset(
     for part, start in enumerate(range(0, len(offsets) - 1, users_per_file)):
         write_part(directory, part, contents, start, min(start + users_per_file, len(offsets) - 1))
     counted = Counted.of(offsets, items, times, np.zeros_like(times), len(contents.item_ids))
-    return finish_dataset(directory, contents, name, counted.entries(), **entries)
+    return finish_dataset(directory, contents, name, len(offsets) - 1, counted.entries(), **entries)
+
+
+@dataclass(frozen=True)
+class PartWriter:
+    """Writes parts of sequences/ of numbered actions."""
+
+    directory: Path
+    schema: Schema
+    user_ids: pa.Array
+    users: Mapping[str, Column]
+    """Features of users."""
+    events: Mapping[str, tuple[str, pa.Array, Column]]
+    """Features of actions: the column of the keys of their values, all of these, and the feature of each."""
+    users_per_file: int = USERS_PER_FILE
+
+    @property
+    def parts(self) -> int:
+        """Returns how many files sequences/ has."""
+        return -(-len(self.user_ids) // self.users_per_file)
+
+    def __call__(self, part: int, rows: pa.Table) -> Counted:
+        """Writes a part and counts it, given its actions in order, as those of `Numbered.kept`."""
+        first = part * self.users_per_file
+        stop = min(first + self.users_per_file, len(self.user_ids))
+        of_user, items, times, fractions = (
+            rows[name].to_numpy() for name in ("user_index", "item_index", "time", "fraction")
+        )
+        offsets = np.searchsorted(of_user, np.arange(first, stop + 1))
+        columns = {name: column.take(np.arange(first, stop)) for name, column in self.users.items()}
+        for name, (column, keys, feature) in self.events.items():
+            columns[name] = feature.take(pc.index_in(rows[column].combine_chunks(), value_set=keys).to_numpy())
+        ids = self.user_ids[first:stop]
+        contents = DatasetContents(offsets, items, times, pa.nulls(0), ids, None, self.schema, columns)
+        write_part(self.directory, part, contents, 0, stop - first, first)
+        return Counted.of(offsets, items, times, fractions, self.schema.table(ITEM).rows - 1)
+
+
+def write_sequences(writer: PartWriter, batches: Iterable[pa.RecordBatch]) -> Counted:
+    """Writes sequences/ of actions in the order of the dataset, the users of each of its files at a time."""
+    (writer.directory / "sequences").mkdir(parents=True)
+    counted, held, part = Counted(), list[pa.RecordBatch](), 0
+    for batch in batches:
+        held.append(batch)
+        while len(batch) and batch["user_index"][-1].as_py() >= (stop := (part + 1) * writer.users_per_file):
+            rows = pa.Table.from_batches(held)
+            cut = int(np.searchsorted(rows["user_index"].to_numpy(), stop))
+            counted.add(writer(part, rows[:cut].combine_chunks()))
+            held, part = rows[cut:].to_batches(), part + 1
+    counted.add(writer(part, pa.Table.from_batches(held).combine_chunks()))
+    return counted
 
 
 def write_part(
     directory: Path, part: int, contents: DatasetContents, start: int, stop: int, first_user: int = 0
 ) -> None:
     """Writes a file of sequences/. `contents` begin with this user."""
-    schema = contents.schema or Schema.of_ids(len(contents.item_ids))
-    table = _sequences(contents, schema, start, stop, first_user)
+    schema, users = contents.schema or Schema.of_ids(len(contents.item_ids)), np.arange(start, stop) + first_user
+    bounds = contents.offsets[start : stop + 1]
+    made = sequences_of(users, bounds, contents.items, contents.timestamps, schema, contents.columns)
+    columns = {name: made[name] for name in SEQUENCE_COLUMNS}
+    if contents.user_ids is not None:
+        columns["raw_user_id"] = contents.user_ids[start:stop]
+    columns |= {of.name: rows_of(of, contents.columns[of.name], start, stop) for of in schema.of("user")}
+    table = pa.table(columns | made)
     # Times rise, and hardly one of them comes again.
     others = [path for field in table.schema if field.name != "timestamps" for path in _paths(field.name, field.type)]
     pq.write_table(
@@ -146,20 +203,19 @@ def _paths(name: str, kind: pa.DataType) -> list[str]:
 
 
 def finish_dataset(
-    directory: Path, contents: DatasetContents, name: str, counted: Mapping[str, Any], **entries: Any
+    directory: Path, contents: DatasetContents, name: str, users: int, counted: Mapping[str, Any], **entries: Any
 ) -> dict[str, Any]:
-    """Writes the rest of a dataset whose sequences/ are there; `counted` as `write_sequences` returns it."""
-    schema, users = contents.schema or Schema.of_ids(len(contents.item_ids)), len(contents.offsets) - 1
-    pq.write_table(_items(contents, schema), directory / "items.parquet")
-    if contents.vocabularies:
-        (directory / "vocabularies").mkdir()
-    for table_name, values in contents.vocabularies.items():
-        pq.write_table(pa.table({"value": values}), directory / "vocabularies" / f"{table_name}.parquet")
-    if contents.projections:
-        (directory / PROJECTIONS).mkdir()
-    for feature_name, projection in contents.projections.items():
+    """Writes the rest of a dataset whose sequences/ are there; `counted` as `Counted.entries` returns it."""
+    schema = contents.schema or Schema.of_ids(len(contents.item_ids))
+    texts = {"raw_id": contents.item_ids, **({} if contents.titles is None else {"title": contents.titles})}
+    pq.write_table(rows_table("item_index", 0, texts, schema.of("item"), contents.columns), directory / "items.parquet")
+    others = {f"vocabularies/{table}": pa.table({"value": values}) for table, values in contents.vocabularies.items()}
+    for feature, projection in contents.projections.items():
         rows = pa.FixedSizeListArray.from_arrays(pa.array(projection.ravel()), projection.shape[1])
-        pq.write_table(pa.table({"row": rows}), directory / PROJECTIONS / f"{feature_name}.parquet")
+        others[f"{PROJECTIONS}/{feature}"] = pa.table({"row": rows})
+    for path, table in others.items():
+        (directory / path).parent.mkdir(exist_ok=True)
+        pq.write_table(table, directory / f"{path}.parquet")
     description = {
         "name": name,
         "users": users,
@@ -175,36 +231,31 @@ def finish_dataset(
     return FORMAT.write(directory / "dataset.json", description)
 
 
-def _sequences(contents: DatasetContents, schema: Schema, start: int, stop: int, first_user: int) -> pa.Table:
-    bounds = contents.offsets[start : stop + 1]
+def sequences_of(
+    users: np.ndarray,
+    bounds: np.ndarray,
+    items: np.ndarray,
+    times: np.ndarray,
+    schema: Schema,
+    columns: Mapping[str, Column],
+) -> dict[str, pa.Array]:
+    """Columns of lists of the actions of some users, which are between `bounds`: items, times and features."""
     first, last = int(bounds[0]), int(bounds[-1])
+    values = {"item_indices": pa.array(items[first:last], pa.int64())}
+    values["timestamps"] = pa.array(times[first:last], pa.int64())
+    values |= {of.name: rows_of(of, columns[of.name], first, last) for of in schema.of("event")}
     starts = pa.array(bounds - first, pa.int32())
-
-    def lists(values: pa.Array) -> pa.Array:
-        return pa.ListArray.from_arrays(starts, values)
-
-    columns = {
-        "user_index": pa.array(first_user + np.arange(start, stop), pa.int64()),
-        "item_indices": lists(pa.array(contents.items[first:last], pa.int64())),
-        "timestamps": lists(pa.array(contents.timestamps[first:last], pa.int64())),
-    }
-    if contents.user_ids is not None:
-        columns["raw_user_id"] = contents.user_ids[start:stop]
-    for feature in schema.of("user"):
-        columns[feature.name] = rows_of(feature, contents.columns[feature.name], start, stop)
-    for feature in schema.of("event"):
-        columns[feature.name] = lists(rows_of(feature, contents.columns[feature.name], first, last))
-    return pa.table(columns)
+    lists = {name: pa.ListArray.from_arrays(starts, of) for name, of in values.items()}
+    return {"user_index": pa.array(users, pa.int64())} | lists
 
 
-def _items(contents: DatasetContents, schema: Schema) -> pa.Table:
-    count = len(contents.item_ids)
-    columns = {"item_index": pa.array(np.arange(count), pa.int64()), "raw_id": contents.item_ids}
-    if contents.titles is not None:
-        columns["title"] = contents.titles
-    for feature in schema.of("item"):
-        columns[feature.name] = rows_of(feature, contents.columns[feature.name], 0, count)
-    return pa.table(columns)
+def rows_table(
+    index: str, first: int, texts: Mapping[str, pa.Array], features: Sequence[Feature], columns: Mapping[str, Column]
+) -> pa.Table:
+    """The table of items or users, of which the first has this index."""
+    count = len(next(iter(texts.values())))
+    of_features = {of.name: rows_of(of, columns[of.name], 0, count) for of in features}
+    return pa.table({index: pa.array(np.arange(first, first + count), pa.int64())} | {**texts} | of_features)
 
 
 def rows_of(feature: Feature, column: Column, start: int, stop: int) -> pa.Array:

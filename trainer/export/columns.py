@@ -22,12 +22,7 @@ from logitmix.trainer.data.arrow import as_numpy, is_number, is_text, is_time
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.data.description import UNITS
 from logitmix.trainer.data.numbers import read_numbers
-from logitmix.trainer.data.times import (
-    nanoseconds_of_texts,
-    nanoseconds_of_times,
-    seconds_of_texts,
-    seconds_of_times,
-)
+from logitmix.trainer.data.times import moments
 from logitmix.trainer.prepare.joined import Joins
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.sources.table import read_side
@@ -140,8 +135,8 @@ def column_of(name: str, values: pa.Array) -> Column:
     if is_text(kind) or pa.types.is_null(kind):
         return _of_texts(name, values.cast(pa.string()))
     if is_time(kind):
-        seconds = seconds_of_times(values).cast(pa.float64(), safe=False)
-        return _numbers("time", pc.add(seconds, pa.array(nanoseconds_of_times(values) / 1e9)))
+        seconds, nanoseconds = moments(values)
+        return _numbers("time", pc.add(seconds.cast(pa.float64(), safe=False), pa.array(nanoseconds / 1e9)))
     if pa.types.is_boolean(kind):
         return _numbers("number", values.cast(pa.int8()))
     if pa.types.is_integer(kind) and not _exact(values.cast(pa.float64(), safe=False)):
@@ -163,11 +158,11 @@ def _of_texts(name: str, texts: pa.StringArray) -> Column:
         if not numbers.null_count and not coded and _exact(numbers):
             return _numbers("number", numbers.take(pc.index_in(texts, value_set=distinct)))
         try:
-            seconds = seconds_of_texts(distinct)
+            seconds, nanoseconds = moments(distinct)
         except ValueError as error:
             raise ValueError(f"column {name}: {error}") from None
         if not seconds.null_count:
-            times = pc.add(seconds.cast(pa.float64()), pa.array(nanoseconds_of_texts(distinct) / 1e9))
+            times = pc.add(seconds.cast(pa.float64()), pa.array(nanoseconds / 1e9))
             return _numbers("time", times.take(pc.index_in(texts, value_set=distinct)))
     distinct = distinct.sort()
     places = pc.index_in(texts, value_set=distinct).fill_null(NONE) if len(distinct) else pa.array([NONE] * len(texts))

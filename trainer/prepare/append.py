@@ -8,7 +8,7 @@ dataset.json, so that the time is that of the new actions and of reading the raw
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from logitmix.common.mappings import counted
-from logitmix.modules.schema import ITEM, Feature, Schema
+from logitmix.modules.schema import ITEM, Feature, Owner, Schema
 from logitmix.trainer.data.arrays import FOLDER
 from logitmix.trainer.data.arrow import as_numpy
 from logitmix.trainer.data.columns import Column, ranges
@@ -34,32 +33,24 @@ from logitmix.trainer.data.description import (
     reading,
     schema_of,
 )
-from logitmix.trainer.data.writer import rows_of
+from logitmix.trainer.data.writer import rows_table, sequences_of
 from logitmix.trainer.prepare.matching import alike
 
 OWN = ("titles", "read", "filters", "times", "rejected_lines", "source", "generator", "side_tables")
 """What dataset.json says of each part by itself."""
+OWNERS: dict[str, Owner] = {"users": "user", "items": "item"}
 LEFT_OUT = ("repeated_targets", "last_actions", "kind", "format_version", "sha256")
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Those that something of the later actions has in the dataset."""
-
-    of: np.ndarray
-    """int64, by the number among the later ones."""
-    new: np.ndarray
-    """Which of the later ones are new, in order."""
-
-    @classmethod
-    def find(cls, later: pa.Array, known: pa.Array, admitted: np.ndarray | None = None) -> "_Numbers":
-        """Of those that the dataset does not have, only the `admitted` are new, and the others 0; all without it."""
-        found = pc.index_in(later, value_set=known)
-        missing = as_numpy(found.is_null())
-        new = np.flatnonzero(missing if admitted is None else missing & admitted)
-        of = found.fill_null(0).to_numpy().astype(np.int64)
-        of[new] = len(known) + np.arange(len(new))
-        return cls(of, new)
+def _numbers(later: pa.Array, known: pa.Array, admitted: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The number that each of the later ones has in the dataset, int64, and which of them are new, in order. Of those
+    that the dataset does not have, only the `admitted` are new, and the others 0; all without it."""
+    found = pc.index_in(later, value_set=known)
+    missing = as_numpy(found.is_null())
+    new = np.flatnonzero(missing if admitted is None else missing & admitted)
+    of = found.fill_null(0).to_numpy().astype(np.int64)
+    of[new] = len(known) + np.arange(len(new))
+    return of, new
 
 
 def require_later(path: Path, description: Mapping[str, Any], later: Mapping[str, Any]) -> None:
@@ -135,17 +126,14 @@ def append(
     linked = _link(path, staging)
     folder = staging / APPENDED / f"{len(description.get(APPENDED) or []) + 1:05d}"
     folder.mkdir(parents=True)
-    user_ids, item_ids = _joined(raw_user_ids_of(later)), dataset.raw_id_column().combine_chunks()
-    known_users, known_items = _joined(raw_user_ids_of(path)), _joined(stored_values(path, schema, ITEM))[:-1]
-    users, items = _Numbers.find(user_ids, known_users), _Numbers.find(item_ids, known_items)
-    found = [
-        line
-        for what, ids, known, of in (("user", user_ids, known_users, users), ("item", item_ids, known_items, items))
-        for line in alike(f"new {what}", ids.take(pa.array(of.new)), known)
-    ]
+    ids = {"user": _joined(raw_user_ids_of(later)), "item": dataset.raw_id_column().combine_chunks()}
+    known = {"user": _joined(raw_user_ids_of(path)), "item": _joined(stored_values(path, schema, ITEM))[:-1]}
+    number_of, new, notes = dict[str, np.ndarray](), {"event": np.arange(len(dataset.items_flat))}, list[str]()
+    for owner in ids:
+        number_of[owner], new[owner] = _numbers(ids[owner], known[owner])
+        notes += alike(f"new {owner}", ids[owner].take(pa.array(new[owner])), known[owner])
     features = [of for of in schema.features if of.name != ITEM]
-    new_rows = {"user": users.new, "item": items.new, "event": np.arange(len(dataset.items_flat))}
-    columns = {of.name: _column(dataset, of, new_rows[of.owner]) for of in features}
+    columns = {of.name: _column(dataset, of, new[of.owner]) for of in features}
     named = [table.name for table in schema.tables if table.name != ITEM]
     values_of = {table: _number_values(path, dataset, schema, table, columns) for table in named}
     for table, values in values_of.items():
@@ -153,23 +141,25 @@ def append(
             (folder / "vocabularies").mkdir(exist_ok=True)
             pq.write_table(pa.table({"value": values}), folder / "vocabularies" / f"{table}.parquet")
 
-    pq.write_table(_actions(dataset, users.of, items.of, schema, columns), folder / "sequences.parquet")
-    for name, owner, index, ids, new in (
-        ("users", "user", "user_index", ("raw_user_id", user_ids), users.new),
-        ("items", "item", "item_index", ("raw_id", item_ids), items.new),
-    ):
-        first = description[name]
-        rows: dict[str, pa.Array] = {index: pa.array(np.arange(first, first + len(new)), pa.int64())}
-        rows[ids[0]] = ids[1].take(pa.array(new))
-        if owner == "item" and (titles := dataset.title_column()) is not None:
-            rows["title"] = titles.combine_chunks().take(pa.array(new))
-        rows |= {of.name: rows_of(of, columns[of.name], 0, len(new)) for of in features if of.owner == owner}
-        pq.write_table(pa.table(rows), folder / f"{name}.parquet")
+    order = np.argsort(number_of["user"])
+    lengths = np.diff(dataset.offsets)[order]
+    places, bounds = ranges(dataset.offsets[:-1][order], lengths), np.append(0, np.cumsum(lengths))
+    actions = number_of["item"][dataset.items_flat[places]], dataset.timestamps_flat[places]
+    events = {of.name: columns[of.name].take(places) for of in schema.of("event")}
+    sequences = sequences_of(number_of["user"][order], bounds, *actions, schema, events)
+    pq.write_table(pa.table(sequences), folder / "sequences.parquet")
+    texts: dict[str, dict[str, pa.Array]] = {"user": {"raw_user_id": ids["user"]}, "item": {"raw_id": ids["item"]}}
+    if (titles := dataset.title_column()) is not None:
+        texts["item"]["title"] = titles.combine_chunks()
+    for name, owner in OWNERS.items():
+        of_new = {column: of.take(pa.array(new[owner])) for column, of in texts[owner].items()}
+        rows = rows_table(f"{owner}_index", description[name], of_new, schema.of(owner), columns)
+        pq.write_table(rows, folder / f"{name}.parquet")
     for name in ("rejects.tsv", WAITING):
         if (later / name).exists():
             shutil.copy(later / name, folder)
-    counts = {"users": len(users.new), "items": len(items.new), "actions": len(dataset.items_flat)}
-    tables = [replace(of, rows=of.rows + len(values_of.get(of.name, items.new))) for of in schema.tables]
+    counts = {"users": len(new["user"]), "items": len(new["item"]), "actions": len(dataset.items_flat)}
+    tables = [replace(of, rows=of.rows + len(values_of.get(of.name, new["item"]))) for of in schema.tables]
     whole = {name: of for name, of in description.items() if name not in LEFT_OUT}
     whole |= {
         **{name: description[name] + of for name, of in counts.items()},
@@ -178,7 +168,7 @@ def append(
         "files": (description.get("files") or entries_of(staging, linked))
         | entries_of(staging, sorted(folder.rglob("*"))),
     }
-    return FORMAT.write(staging / "dataset.json", whole), [*_notes(dataset, counts), *found]
+    return FORMAT.write(staging / "dataset.json", whole), notes
 
 
 def _require_widths(schema: Schema, later: Schema) -> None:
@@ -189,16 +179,6 @@ def _require_widths(schema: Schema, later: Schema) -> None:
                 f"feature {feature.name} has vectors of {width} numbers in what is to be appended, and of "
                 f"{feature.width} in the dataset"
             )
-
-
-def _notes(dataset: Dataset, new: Mapping[str, int]) -> list[str]:
-    """Of what is not used, because the dataset has it already."""
-    items = dataset.num_items - new["items"]
-    known = {"item": items if dataset.schema.of("item") or dataset.title_column() is not None else 0}
-    known["user"] = dataset.num_users - new["users"] if dataset.schema.of("user") else 0
-    said = " and ".join(counted(count, name) for name, count in known.items() if count)
-    are = "is" if sum(known.values()) == 1 else "are"
-    return [f"{said} {are} in the dataset already: what it says of them stays"] if said else []
 
 
 def _column(dataset: Dataset, feature: Feature, rows: np.ndarray) -> Column:
@@ -225,26 +205,10 @@ def _number_values(path: Path, dataset: Dataset, schema: Schema, table: str, col
     counts = np.bincount(np.concatenate([columns[name].values for name in named]), minlength=len(later))
     # Row 0 stands for unknown values in both.
     counts[0] = 0
-    numbers = _Numbers.find(later, known, counts > 0)
+    row_of, new = _numbers(later, known, counts > 0)
     for name in named:
-        columns[name] = replace(columns[name], values=numbers.of[columns[name].values])
-    return later.take(pa.array(numbers.new))
-
-
-def _actions(
-    dataset: Dataset, user_U: np.ndarray, item_X: np.ndarray, schema: Schema, columns: Mapping[str, Column]
-) -> pa.Table:
-    """The later actions by the numbers of their users in the dataset."""
-    order = np.argsort(user_U)
-    lengths = np.diff(dataset.offsets)[order]
-    places = ranges(dataset.offsets[:-1][order], lengths)
-    starts = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    lists = {
-        "item_indices": pa.array(item_X[dataset.items_flat[places]], pa.int64()),
-        "timestamps": pa.array(dataset.timestamps_flat[places], pa.int64()),
-    } | {of.name: rows_of(of, columns[of.name].take(places), 0, len(places)) for of in schema.of("event")}
-    found = {name: pa.ListArray.from_arrays(starts, values) for name, values in lists.items()}
-    return pa.table({"user_index": pa.array(user_U[order], pa.int64()), **found})
+        columns[name] = replace(columns[name], values=row_of[columns[name].values])
+    return later.take(pa.array(new))
 
 
 def _joined(parts: Iterable[pa.Array]) -> pa.Array:

@@ -4,7 +4,6 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 
 from logitmix.common.mappings import nearest, require
@@ -89,11 +88,10 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if self.append:
-            kept = dict.fromkeys(("min_user_actions", "min_item_actions"), "it keeps all actions")
-            for name, why in (kept | dict.fromkeys(("embed", "embed_with"), "the dataset has its features")).items():
+            for name in ("min_user_actions", "min_item_actions", "embed", "embed_with"):
                 if getattr(self, name) not in (getattr(PrepareOptions, name), 0):
                     flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"--append takes no {flag}, because {why}; leave {flag} out")
+                    raise ValueError(f"--append takes no {flag}: it keeps all actions, and the features that there are")
             if not self.out:
                 raise ValueError("--append needs --out: a new directory, or the same one, which then becomes the whole")
         for name in ("source", "out", "items", "users", "schema", "append"):
@@ -104,19 +102,13 @@ class PrepareOptions:
             raise ValueError(f"no data format named {self.name!r}{near}; there are: {known}")
         require(self.min_user_actions >= 0, "--min-user-actions", self.min_user_actions, "0 or more")
         require(self.min_item_actions >= 0, "--min-item-actions", self.min_item_actions, "0 or more")
-        if self.embed and not self.embedded_columns:
-            raise ValueError(f"--embed is {self.embed!r:.80}; it must be names of columns, such as title,description")
-        if self.embed_with != NGRAMS and not (self.embed or self.schema):
-            raise ValueError("--embed-with is for the columns that --embed names; give these, or leave it out")
         require(0 <= self.max_rejects <= 1, "--max-rejects", self.max_rejects, "a share from 0 to 1")
         require(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
-        require(bool(self.user_column), "--user-column", repr(self.user_column), "a column name")
-        require(bool(self.item_column), "--item-column", repr(self.item_column), "a column name")
-        columns = [name for name in (self.user_column, self.item_column, self.timestamp_column) if name]
-        if len(set(columns)) < len(columns):
+        columns = [self.user_column, self.item_column, *filter(None, [self.timestamp_column])]
+        if len({*columns} - {""}) < len(columns):
             raise ValueError(
-                f"--user-column {self.user_column}, --item-column {self.item_column} and --timestamp-column "
-                f"{self.timestamp_column or repr('')} must be different columns"
+                f"--user-column {self.user_column!r}, --item-column {self.item_column!r} and --timestamp-column "
+                f"{self.timestamp_column!r} must be different columns"
             )
         one = self.delimiter in ("", "\\t") or (self.delimiter.isascii() and len(self.delimiter) == 1)
         require(
@@ -124,8 +116,6 @@ class PrepareOptions:
         )
         such = "the name of an encoding, such as latin-1 or utf-16"
         require(not self.encoding or _is_encoding(self.encoding), "--encoding", repr(self.encoding), such)
-        if self.time_format:
-            _check_form(self.time_format)
         require(bool(self.bytes_of_memory), "--memory", repr(self.memory), "a size such as 4GiB or 512MiB")
         self._refuse_unused(source)
 
@@ -176,13 +166,3 @@ def _is_encoding(name: str) -> bool:
     except (LookupError, ValueError):
         return False
     return True
-
-
-def _check_form(form: str) -> None:
-    moment = datetime(2024, 1, 31, 22, 30, 59, tzinfo=UTC)
-    try:
-        read = datetime.strptime(moment.strftime(form), form)
-    except ValueError as error:
-        raise ValueError(f"--time-format {form!r}: {error}") from None
-    if read.year != moment.year:
-        raise ValueError(f"--time-format {form!r} has no year (%Y or %y), and so it does not tell a time")

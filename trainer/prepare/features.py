@@ -37,7 +37,7 @@ from logitmix.modules.kinds.text import NGRAMS, TextEncoder, words_of
 from logitmix.modules.schema import ITEM, ITEM_FEATURE, Feature, Owner, Schema, Table
 from logitmix.trainer.data.arrow import as_numpy, is_list, is_text, is_time, lengths, lists_of, order_of_texts
 from logitmix.trainer.data.columns import ITEM_COLUMNS, SEQUENCE_COLUMNS, Column, index_type
-from logitmix.trainer.data.numbers import MISSING, are_exceptions, not_one, read_numbers
+from logitmix.trainer.data.numbers import MISSING, are_exceptions, read_numbers
 from logitmix.trainer.data.times import read_dates
 
 SEPARATOR = "|"
@@ -104,21 +104,15 @@ class RawColumn:
     name: str
     owner: Owner
     values: pa.Array
-    """Or what reads them, for a column that is not to stay in memory."""
-    kind: str | None = None
-    """None: inferred."""
+    """Or what reads them and how often each counts, for a column that is not to stay in memory."""
+    kind: str | None = "auto"
+    """"auto": inferred; None: it is not used."""
     table: str = ""
     """The feature's name when left empty."""
-    infer: bool = True
-    """False: without a kind it is not used."""
     missing: tuple[str, ...] = MISSING
     """Texts that stand for no value."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """As in the schema's feature."""
-    statistics: tuple[float, float] | None = None
-    """Mean and standard deviation of numbers; None: those of the values."""
-    counts: np.ndarray | None = None
-    """int64: how often each value counts; None: once."""
     source: str = ""
     """The column's name in what it is read from."""
     encoder: TextEncoder | None = None
@@ -126,8 +120,23 @@ class RawColumn:
 
     def distinct(self) -> "Distinct":
         """Returns the different values, read if they are not in memory."""
-        values, counts = self.values() if callable(self.values) else (self.values, self.counts)
+        values, counts = self.values() if callable(self.values) else (self.values, None)
         return distinct(values, counts, self.missing)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The features of a dataset, to which actions are appended."""
+
+    schema: Schema
+    encoders: Mapping[str, TextEncoder]
+    """Of features of texts, by name."""
+
+    def options(self) -> FeaturesOptions:
+        """Returns what makes the same features of other columns."""
+        features = (of for of in self.schema.features if of.name != ITEM)
+        said = {of.name: FeatureOptions(of.owner, of.kind, of.table, dict(of.columns)) for of in features}
+        return FeaturesOptions(said)
 
 
 @dataclass(frozen=True)
@@ -146,67 +155,78 @@ class Features:
 
 
 def make_features(
-    columns: Sequence[RawColumn], item_ids: pa.StringArray, unit: str = "", embed_with: str = NGRAMS
+    columns: Sequence[RawColumn],
+    item_ids: pa.StringArray,
+    unit: str = "",
+    embed_with: str = NGRAMS,
+    known: Known | None = None,
 ) -> Features:
-    """Encodes columns as features, one after the other. `unit` is that of the actions' times; "" if they are no dates.
-    `embed_with` names the encoder of texts.
+    """Encodes columns as features, one after the other.
 
-    Raises ValueError where values do not fit the kind that was stated.
+    Args:
+        columns: The columns, under valid names.
+        item_ids: The raw ids of the items, by index.
+        unit: That of the actions' times; "" if they are no dates.
+        embed_with: Names the encoder of texts.
+        known: Features with whose statistics and encoders those of the same names are made.
+
+    Raises:
+        ValueError: If values do not fit the kind that was stated.
     """
     marked, unused, notes = list[str](), dict[str, str](), list[str]()
     features, made, projections = [ITEM_FEATURE], dict[str, Column](), dict[str, np.ndarray]()
     coded: dict[str, tuple[Codes, np.ndarray]] = {}
     texts_of_table: dict[str, list[pa.StringArray]] = {}
+    earlier = {of.name: of for of in known.schema.features} if known else {}
     for column in columns:
-        found = column.distinct()
+        found, name = column.distinct(), column.name
         if found.marked:
-            marked.append(f"{' and '.join(f'{n:,} {text}' for text, n in found.marked.items())} of {column.name}")
+            marked.append(f"{' and '.join(f'{n:,} {text}' for text, n in found.marked.items())} of {name}")
         of_times = unit if column.owner == "item" else ""
-        if column.infer and not column.kind:
-            column = replace(column, kind=infer_kind(found, of_times))
-            if column.kind == "id" and is_text(found.values.type):
-                notes += [f"{column.name}: {why}; so these are ids, no numbers" for why in not_one(found.present)]
-        if not column.kind:
-            unused[column.name] = _why_unused(column, found)
+        kind = infer_kind(found, of_times) if column.kind == "auto" else column.kind
+        if not kind:
+            unused[name] = _why_unused(column, found)
             continue
-        form, encoder = kind_named(column.kind), column.encoder
-        source = _Source(column, found, notes=notes)
+        form, encoder = kind_named(kind), known.encoders.get(name) if known else None
+        source = _Source(replace(column, kind=kind), found, notes=notes)
         if form.of_texts and not encoder:
             texts = source.texts().take(pa.array(order_of_texts(source.texts()))).to_pylist()
             if not any(words_of(text) if embed_with == NGRAMS else text for text in texts):
-                raise ValueError(f"feature {column.name} has no text of letters or digits; kind text needs some")
+                raise ValueError(f"feature {name} has no text of letters or digits; kind text needs some")
             encoder = TextEncoder.fit(embed_with, texts)
-            source = replace(source, column=replace(column, encoder=encoder))
+        source = replace(source, column=replace(source.column, encoder=encoder))
         read = getattr(source, form.reads)()
         if isinstance(read, Codes):
-            table = column.table or column.name
-            features.append(Feature(column.name, column.owner, column.kind, table, columns=dict(column.columns)))
+            table = column.table or name
+            features.append(Feature(name, column.owner, kind, table, columns=dict(column.columns)))
             texts_of_table.setdefault(table, []).append(read.texts)
-            coded[column.name] = read, found.places
+            coded[name] = read, found.places
             continue
         numbers: np.ndarray = read
         if form.dated and not of_times:
             why = f"is of {column.owner}s" if unit else "has dates, but the times of the actions are none"
-            raise ValueError(f"feature {column.name} {why}; kind {column.kind} is the age of items at a request")
-        stated = column.statistics or (None if form.missing is None else (form.missing, 1.0))
-        mean, deviation = stated or _statistics(numbers, found.counts)
+            raise ValueError(f"feature {name} {why}; kind {kind} is the age of items at a request")
+        if name in earlier:
+            mean, deviation = earlier[name].mean, earlier[name].deviation
+        else:
+            mean, deviation = _statistics(numbers, found.counts) if form.missing is None else (form.missing, 1.0)
         width = 1 if numbers.ndim == 1 else numbers.shape[1]
         of_texts = (encoder.name, encoder.version) if encoder else ("", "")
         if encoder and encoder.projection is not None:
-            projections[column.name] = encoder.projection
-        said = (column.name, column.owner, column.kind, column.table, width, mean, deviation)
+            projections[name] = encoder.projection
+        said = (name, column.owner, kind, column.table, width, mean, deviation)
         features.append(Feature(*said, {}, unit if form.dated else "", *of_texts))
         numbers[np.isnan(numbers)] = mean
-        made[column.name] = Column(numbers[found.places])
-    known = {table: pa.concat_arrays(texts).unique() for table, texts in texts_of_table.items() if table != ITEM}
-    known = {ITEM: item_ids} | {table: texts.take(pa.array(order_of_texts(texts))) for table, texts in known.items()}
-    tables = {name: Table(name, 1 + len(texts)) for name, texts in known.items()}
+        made[name] = Column(numbers[found.places])
+    vocabularies = {table: pa.concat_arrays(texts).unique() for table, texts in texts_of_table.items() if table != ITEM}
+    vocabularies = {table: texts.take(pa.array(order_of_texts(texts))) for table, texts in vocabularies.items()}
+    values = {ITEM: item_ids} | vocabularies
+    tables = {name: Table(name, 1 + len(texts)) for name, texts in values.items()}
     for feature in features[1:]:
         if feature.sparse:
             codes, places = coded.pop(feature.name)
-            made[feature.name] = _look_up(codes, known[feature.table], tables[feature.table]).take(places)
-    vocabularies = {table: pa.concat_arrays([pa.nulls(1, pa.string()), of]) for table, of in known.items()}
-    del vocabularies[ITEM]
+            made[feature.name] = _look_up(codes, values[feature.table], tables[feature.table]).take(places)
+    vocabularies = {table: pa.concat_arrays([pa.nulls(1, pa.string()), of]) for table, of in vocabularies.items()}
     if marked:
         said_of = "; ".join(marked)
         notes.insert(0, f"taken as missing: {said_of} (--schema FILE can state other texts: missing = [])")
@@ -286,18 +306,15 @@ def find_features(columns: Sequence[str], features: Collection[str]) -> dict[str
 def embedded(
     options: FeaturesOptions, columns: Sequence[RawColumn], names: Collection[str], title: str
 ) -> FeaturesOptions:
-    """The options with kind text for the columns that --embed names. ValueError for one that is not there, or that is
-    described otherwise. `title` is that of titles, which is among them where it is embedded; "" without one."""
+    """The options with kind text for the columns that --embed names. ValueError for one that is not there. `title` is
+    that of titles, which is among them where it is embedded; "" without one."""
     features = dict(options.features)
     for name in names:
         found = next((of.name for of in columns if name in (of.source, of.name)), None)
         if found is None:
             there = [*filter(None, dict.fromkeys([title, *(of.source for of in columns)]))]
             raise ValueError(f"--embed: no column {name!r:.80}{nearest(name, there)}; there are: {', '.join(there)}")
-        said = features.get(found, FeatureOptions())
-        if said.kind not in ("auto", "text") or not said.use:
-            raise ValueError(f"--embed names {name}, and --schema uses it otherwise; leave it out of one of them")
-        features[found] = replace(said, kind="text")
+        features[found] = replace(features.get(found, FeatureOptions()), kind="text")
     return replace(options, features=features)
 
 
@@ -319,64 +336,25 @@ def apply_options(
             raise ValueError(f"{source}: no column {name}{nearest(name, names)}; there are: {', '.join(names)}")
     changed = []
     for column in columns:
-        said = options.features.get(column.name, FeatureOptions())
-        if not said.use:
+        said = options.features.get(column.name)
+        if said and not said.use:
             continue
-        if said.owner != "auto" and said.owner != column.owner:
+        if said and said.owner != "auto" and said.owner != column.owner:
             if column.owner != "event":
                 raise ValueError(
                     f"{source}: features.{column.name} is a column of {column.owner}s; leave its owner out"
                 )
-            column = replace(column, owner=said.owner, values=of_owner(column, said.owner), counts=None)
-        kind = column.kind if said.kind == "auto" else said.kind
-        stated = column.name in options.features
-        column = replace(
-            column,
-            kind=kind,
-            table=said.table,
-            missing=said.missing,
-            infer=column.infer or stated,
-            columns=said.columns,
-        )
-        if stated and not (kind or infer_kind(column.distinct(), unit if column.owner == "item" else "")):
-            raise ValueError(
-                f"{source}: the kind of features.{column.name} cannot be told from its values; "
-                f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"
-            )
+            column = replace(column, owner=said.owner, values=of_owner(column, said.owner))
+        if said:
+            kind = (column.kind or "auto") if said.kind == "auto" else said.kind
+            column = replace(column, kind=kind, table=said.table, missing=said.missing, columns=said.columns)
+            if kind == "auto" and not infer_kind(column.distinct(), unit if column.owner == "item" else ""):
+                raise ValueError(
+                    f"{source}: the kind of features.{column.name} cannot be told from its values; "
+                    f"set its kind to {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}, or use = false"
+                )
         changed.append(column)
     return changed
-
-
-def as_in_schema(
-    columns: Sequence[RawColumn],
-    schema: Schema,
-    encoders: Mapping[str, TextEncoder],
-    of_owner: Callable[[RawColumn, Owner], pa.Array],
-) -> tuple[list[RawColumn], list[str]]:
-    """Those of the columns that are features of a schema, as it has them, and notes on others. `encoders` of its
-    features of texts, by name; `of_owner` as of `apply_options`."""
-    known = {feature.name: feature for feature in schema.features}
-    found, others, names = [], [of.name for of in columns if of.name not in known], {of.name for of in columns}
-    missing = [name for name in known if name != ITEM and name not in names]
-    for column in columns:
-        if feature := known.get(column.name):
-            own = feature.owner == column.owner
-            found.append(
-                replace(
-                    column,
-                    owner=feature.owner,
-                    values=column.values if own else of_owner(column, feature.owner),
-                    kind=feature.kind,
-                    table=feature.table,
-                    columns=feature.columns,
-                    statistics=(feature.mean, feature.deviation),
-                    encoder=encoders.get(feature.name),
-                )
-            )
-    notes = [f"not used, as the dataset has no such features: {', '.join(others)}"] if others else []
-    if missing:
-        notes.append(f"missing values, as there are no such columns: {', '.join(missing)}")
-    return found, notes
 
 
 @dataclass(frozen=True)
@@ -423,11 +401,7 @@ def distinct(values: pa.Array, counts: np.ndarray | None = None, missing: tuple[
     `missing` and blank texts as none. `counts`: how often each row counts; None: once."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
-    if (
-        pa.types.is_binary(values.type)
-        or pa.types.is_large_binary(values.type)
-        or pa.types.is_fixed_size_binary(values.type)
-    ):
+    if str(values.type).startswith(("binary", "large_binary", "fixed_size_binary")):
         with suppress(pa.ArrowInvalid):
             values = values.cast(pa.binary()).cast(pa.string())
     if pa.types.is_floating(values.type):
@@ -498,14 +472,13 @@ def _why_unused(column: RawColumn, of: Distinct) -> str:
         return "no values"
     if _is_scalar(kind) and len(of.present) == 1:
         return "all values are the same"
-    if not column.infer:
+    if column.kind is None:
         return "nearly each row has its own value"
     if is_time(kind) or _are_dates(of.present):
         return "dates, but not of items, or the times of the actions are none"
-    if not is_list(kind):
-        texts = "most texts occur once; --embed takes them"
-        return texts if _is_scalar(kind) else f"of type {str(kind).partition('<')[0]}"
-    return "most values occur once" if _is_integer_or_text(kind.value_type) else "lists of different lengths"
+    if not _is_scalar(kind.value_type if is_list(kind) else kind):
+        return f"of type {str(kind).partition('<')[0]}"
+    return "lists that hardly come again" if is_list(kind) else "most texts occur once; --embed takes them"
 
 
 def _are_dates(values: pa.Array) -> bool:
@@ -588,73 +561,63 @@ class _Source:
 
     def one_id(self) -> Codes:
         kind = self.found.values.type
-        self._require_ids(kind.value_type if is_list(kind) else kind)
-        if is_list(kind):
-            raise ValueError(
-                f"feature {self.column.name} has lists of values: its kind can be ids or vector, not {self.column.kind}"
-            )
+        self._require(_is_scalar(kind), "no single ids")
         return Codes(Column(np.arange(len(self.found.values))), self.found.present.cast(pa.string()))
 
     def ids(self) -> Codes:
-        kind = self.found.values.type
+        values, kind = self.found.values, self.found.values.type
         if self.column.columns:
-            return self._with_parallel()
-        self._require_ids(kind.value_type if is_list(kind) else kind)
-        return _code_lists(_lists(self.found.values))
+            # Lists of structs, as joined.py makes them.
+            self._require(
+                is_list(kind) and pa.types.is_struct(kind.value_type), "not read with others from this source"
+            )
+            flat = values.flatten()
+            codes = flat.field(VALUE).dictionary_encode()
+            parallel = {name: as_numpy(flat.field(name)) for name in self.column.columns}
+            ends = np.append(0, np.cumsum(lengths(values)))
+            return Codes(Column(codes.indices.to_numpy(), ends, parallel), codes.dictionary)
+        self._require(_is_scalar(kind.value_type if is_list(kind) else kind), "no ids")
+        lists = _lists(values)
+        found = distinct(lists.flatten())
+        # Missing elements are left out.
+        there = as_numpy(found.values.is_valid())[found.places]
+        rows = np.repeat(np.arange(len(lists)), lengths(lists))[there]
+        offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=len(lists))))
+        return Codes(Column(found.places[there], offsets), found.present.cast(pa.string()))
 
     def texts(self) -> pa.StringArray:
         """Returns the different texts. ValueError if there are other values."""
-        texts = self.found.present
-        if not is_text(texts.type):
-            raise ValueError(
-                f"feature {self.column.name} has values of type {texts.type}; {self.column.kind} needs text"
-            )
-        return texts
+        self._require(is_text(self.found.values.type), "no texts")
+        return self.found.present
 
     def text_vectors(self) -> np.ndarray:
-        encoder = self.column.encoder
-        assert encoder is not None
-        vectors = encoder(self.texts().to_pylist())
+        assert self.column.encoder is not None
+        vectors = self.column.encoder(self.texts().to_pylist())
         return np.pad(vectors, ((0, self.found.values.null_count), (0, 0)), constant_values=np.nan)
-
-    def _with_parallel(self) -> Codes:
-        """Of lists of structs, as joined.py makes them."""
-        values, names = self.found.values, list(self.column.columns)
-        if not (is_list(values.type) and pa.types.is_struct(values.type.value_type)):
-            raise ValueError(f"feature {self.column.name} is not read with {' and '.join(names)} from this source")
-        flat = values.flatten()
-        codes = flat.field(VALUE).dictionary_encode()
-        parallel = {name: flat.field(name).to_numpy(zero_copy_only=False) for name in names}
-        ends = np.append(0, np.cumsum(lengths(values)))
-        return Codes(Column(codes.indices.to_numpy(), ends, parallel), codes.dictionary)
 
     def numbers(self) -> np.ndarray:
         """Infinite ones are missing, too. ValueError for texts that are no numbers, unless they may be exceptions."""
-        name, values, kind = self.column.name, self.found.values, self.found.values.type
-        wrong = values[:0]
+        given, values, kind = self.found.values, self.found.values, self.found.values.type
         if is_text(kind):
             found = read_numbers(values)
-            values, wrong = found.values, found.wrong
-            if len(wrong) and not (self.exceptions and found.wrong_are_exceptions):
-                note = f" ({found.note})" if found.note else ""
-                raise ValueError(f"feature {name} has the value {wrong[0].as_py()!r}, which is no number{note}")
-            self.notes.extend(f"{name}: {note}" for note in [found.note] if note)
+            values = found.values
+            note = f" ({found.note})" if found.note else ""
+            self.notes.extend(f"{self.column.name}: {found.note}" for _ in note[:1])
+            self._note_wrong("number", found.wrong, found.wrong_are_exceptions, note)
+            given = given.filter(pc.invert(pc.is_in(given, value_set=found.wrong)))
         elif pa.types.is_temporal(kind):
             values = values.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
-        elif not (_is_scalar(kind) or pa.types.is_null(kind)):
-            raise ValueError(f"feature {name} has values of type {kind}, which are no numbers")
+        else:
+            self._require(_is_scalar(kind) or pa.types.is_null(kind), "no numbers")
         numbers = _floats(values)
-        self._say("number", wrong)
-        given = self.found.values
-        none = np.isnan(numbers) & as_numpy(given.is_valid()) & ~as_numpy(pc.is_in(given, value_set=wrong))
-        self._say("finite number", given.filter(pa.array(none)))
+        infinite = self.found.values.filter(pa.array(np.isnan(numbers))).drop_null()
+        self._note_wrong("finite number", infinite.filter(pc.is_in(infinite, value_set=given)), True)
         return numbers
 
     def vectors(self) -> np.ndarray:
         """Infinite numbers are missing, too."""
         name, values = self.column.name, self.found.values
-        if not (is_list(values.type) or is_text(values.type)):
-            raise ValueError(f"feature {name} has values of type {values.type}; a vector needs lists of numbers")
+        self._require(is_list(values.type) or is_text(values.type), "no lists of numbers")
         values = _lists(values)
         there, size = as_numpy(values.is_valid()), lengths(values)
         widths = np.unique(size[there])
@@ -670,8 +633,7 @@ class _Source:
     def days(self) -> np.ndarray:
         """ValueError for values that are no dates, unless they may be exceptions."""
         name, values, kind = self.column.name, self.found.present, self.found.values.type
-        if not (_is_scalar(kind) or is_time(kind)):
-            raise ValueError(f"feature {name} has values of type {kind}, which are no dates")
+        self._require(_is_scalar(kind) or is_time(kind), "no dates")
         try:
             days = read_dates(values).days
         except ValueError as error:
@@ -679,26 +641,24 @@ class _Source:
             raise ValueError(f"feature {name} cannot be dates: {problem}; write them as 2024-01-31") from None
         there = np.isfinite(days)
         wrong = values.filter(pa.array(~there))
-        if len(wrong) and not (self.exceptions and are_exceptions(len(wrong), int(there.sum()))):
-            raise ValueError(f"feature {name} has the value {wrong[0].as_py()!r:.40}, which is no date")
-        span = "no dates"
-        if there.any():
-            span = "dates from {} to {}".format(*(np.floor(of(days[there])).astype("M8[D]") for of in (np.min, np.max)))
-        count = self.found.counts[: len(days)][there].sum()
-        self.notes.append(f"{name}: {span} of {count:,} items; with --model.features {name}, a model sees their age")
-        self._say("date", wrong)
+        self._note_wrong("date", wrong, are_exceptions(len(wrong), int(there.sum())))
         return np.pad(days, (0, self.found.values.null_count), constant_values=np.nan).astype(np.float32)
 
-    def _require_ids(self, kind: pa.DataType) -> None:
-        if not _is_scalar(kind):
-            raise ValueError(f"feature {self.column.name} has values of type {kind}, which are no ids")
+    def _require(self, fits: bool, what: str) -> None:
+        """Raises ValueError if values of the column's type do not fit its kind."""
+        if not fits:
+            kind = self.found.values.type
+            raise ValueError(f"feature {self.column.name} of kind {self.column.kind} has values of type {kind}: {what}")
 
-    def _say(self, what: str, wrong: pa.Array) -> None:
-        """Notes values that are no numbers or dates."""
+    def _note_wrong(self, what: str, wrong: pa.Array, are_few: bool, why: str = "") -> None:
+        """Notes values that are no numbers or dates. ValueError if they are too many for exceptions."""
         if len(wrong):
+            example = f"{wrong[0].as_py()!r:.40}"
+            if not (are_few and (self.exceptions or what == "finite number")):
+                raise ValueError(f"feature {self.column.name} has the value {example}, which is no {what}{why}")
             rows = int(self.found.counts[as_numpy(pc.is_in(self.found.values, value_set=wrong))].sum())
             are = f"value is no {what} and counts" if rows == 1 else f"values are no {what}s and count"
-            self.notes.append(f"{self.column.name}: {rows:,} {are} as missing, such as {wrong[0].as_py()!r:.40}")
+            self.notes.append(f"{self.column.name}: {rows:,} {are} as missing, such as {example}")
 
 
 def _are_whole(numbers: pa.Array) -> bool:
@@ -712,15 +672,6 @@ def _lists(values: pa.Array) -> pa.Array:
         split = pc.split_pattern(values, SEPARATOR)
         return lists_of(lengths(split), pc.utf8_trim_whitespace(split.flatten()), values.is_null())
     return values if is_list(values.type) else lists_of(as_numpy(values.is_valid()), values.drop_null())
-
-
-def _code_lists(lists: pa.Array) -> Codes:
-    """Returns lists of values as codes. Missing elements are left out."""
-    found = distinct(lists.flatten())
-    there = as_numpy(found.values.is_valid())[found.places]
-    rows = np.repeat(np.arange(len(lists)), lengths(lists))[there]
-    offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=len(lists))))
-    return Codes(Column(found.places[there], offsets), found.present.cast(pa.string()))
 
 
 def _look_up(coded: Codes, vocabulary: pa.StringArray, table: Table) -> Column:

@@ -17,7 +17,7 @@ through these tables:
 The order of the actions of a user is time, fraction, file, line, place.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.trainer.data.arrow import order_of_texts
-from logitmix.trainer.data.engine import Engine
+from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.data.where import Condition, of_time
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.tables import Job
@@ -49,7 +49,7 @@ from rows as r join users_read as u on r.user = u.id join items_read as i on r.i
 where {chosen}
 """
 REPEATED = """
-select user_key, item_key, time, fraction, acts, count(*) as n from coded
+select user_key, item_key, time, fraction, acts from coded
 group by user_key, item_key, time, fraction, acts having count(*) > 1
 """
 """The moments that several actions share."""
@@ -75,21 +75,20 @@ KEPT_KEYS = "select distinct {what}_key as key from {table} order by key"
 class Numbered:
     """The actions that are kept, and what was found on the way."""
 
-    engine: Engine
-    table: str
-    """That has them."""
-    user_ids: pa.Array
-    """In the order of the dataset."""
-    item_ids: pa.Array
+    engine: Duck
     read_ids: dict[str, pa.Array]
     """All ids that were read, of "users" and "items"."""
     columns: dict[str, str]
     """The tables of the values of further columns, by the columns' names."""
     read: dict[str, int]
     """Users, items and actions before the filters."""
-    removed: dict[str, dict[str, int]]
+    table: str = "coded"
+    """That has the actions."""
+    user_ids: pa.Array = field(default_factory=lambda: pa.nulls(0, pa.string()))
+    """In the order of the dataset."""
+    item_ids: pa.Array = field(default_factory=lambda: pa.nulls(0, pa.string()))
+    removed: dict[str, dict[str, int]] = field(default_factory=dict)
     """By filter: users, items and actions that it left out."""
-    notes: list[str]
     waiting: pa.Table | None = None
     """Raw ids, `user` and `item`, of what was shown and no action of the user follows yet, by user, oldest first. None
     without --shown."""
@@ -163,7 +162,7 @@ class Numbered:
         """
 
 
-def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Table | None) -> Numbered:
+def number(engine: Duck, job: Job, numbering: Collection[str], waiting: pa.Table | None) -> Numbered:
     """Chooses, filters and numbers the rows. Actions that differ only in the columns `numbering` are duplicates.
     `waiting`, as in Numbered, was shown before the actions. ValueError if no actions are left."""
     options, actions, columns = job.options, job.actions, job.actions.columns
@@ -213,76 +212,66 @@ def number(engine: Engine, job: Job, numbering: Collection[str], waiting: pa.Tab
     )
     (rows,) = engine.row("select count(*) from rows")
     if not engine.row("select count(*) from coded")[0]:
-        none = f"--where {' and '.join(options.where)} leaves none of the {rows:,} actions"
-        raise ValueError(none + _examples(engine, job, conditions))
+        raise ValueError(f"--where {' and '.join(options.where)} leaves none of the {rows:,} actions")
     read = {"users": len(read_ids["users"]), "items": len(read_ids["items"]), "actions": rows}
     engine.drop("rows")
-    return _filtered(engine, options, read_ids, tables, read, numbering, waiting)
+    numbered = Numbered(engine, read_ids, tables, read)
+    _filter(numbered, options, [table for name, table in tables.items() if name not in numbering])
+    if options.shown:
+        _add_shown(numbered, waiting)
+    return numbered
 
 
-def _filtered(
-    engine: Engine,
-    options: PrepareOptions,
-    read_ids: dict[str, pa.Array],
-    tables: dict[str, str],
-    read: dict[str, int],
-    numbering: Collection[str],
-    waiting: pa.Table | None,
-) -> Numbered:
-    """What `coded` has without duplicates and what is too rare, numbered."""
-    notes, counts, table = list[str](), [read], "coded"
+def _filter(numbered: Numbered, options: PrepareOptions, compared: Sequence[str]) -> None:
+    """Removes duplicates, which are equal in the keys `compared` too, and what is too rare, and numbers the rest."""
+    engine, counts = numbered.engine, [numbered.read]
 
     def count() -> None:
         """Counts what is left, which the table before may have had already."""
-        (rows,) = engine.row(f"select count(*) from {table}")
+        (rows,) = engine.row(f"select count(*) from {numbered.table}")
         same = rows == counts[-1]["actions"]
-        found = counts[-1].values() if same else engine.row(COUNTS.format(table=table))
+        found = counts[-1].values() if same else engine.row(COUNTS.format(table=numbered.table))
         counts.append(dict(zip(("users", "items", "actions"), found, strict=True)))
 
     def keep(name: str, query: str) -> None:
-        nonlocal table
         engine.make(name, query)
-        engine.drop(table)
-        table = name
+        engine.drop(numbered.table)
+        numbered.table = name
 
     count()
     if not options.keep_duplicates:
         engine.make("repeated", REPEATED)
-        groups, several = engine.row("select count(*), coalesce(sum(n), 0) from repeated")
-        if groups:
-            compared = "".join(f", c.{of}" for name, of in tables.items() if name not in numbering)
-            keep("different", DIFFERENT.format(compared=compared))
-            (rows,) = engine.row("select count(*) from different")
-            notes += of_others(int(several) - groups - (counts[-1]["actions"] - rows))
+        if engine.row("select count(*) from repeated")[0]:
+            keep("different", DIFFERENT.format(compared="".join(f", c.{of}" for of in compared)))
     count()
     if options.shown:
-        engine.make("shown", f"select * from {table} where not acts")
-        keep("acting", f"select * from {table} where acts")
+        engine.make("shown", f"select * from {numbered.table} where not acts")
+        keep("acting", f"select * from {numbered.table} where acts")
     count()
     for owner, least in (("item", options.min_item_actions), ("user", max(options.min_user_actions, 1))):
         if least > 1:
-            engine.make("often", OFTEN.format(key=f"{owner}_key", table=table, least=least))
+            engine.make("often", OFTEN.format(key=f"{owner}_key", table=numbered.table, least=least))
             if engine.row("select count(*) from often")[0] < counts[-1][f"{owner}s"]:
-                keep(f"of_{owner}s", ONLY.format(table=table, key=f"{owner}_key"))
+                keep(f"of_{owner}s", ONLY.format(table=numbered.table, key=f"{owner}_key"))
         count()
     if not counts[-1]["actions"]:
-        raise nobody(options.min_user_actions, counts[3], counts[1]["actions"] - counts[2]["actions"])
-    found = {}
-    for what in ("user", "item"):
-        keys = engine.table(KEPT_KEYS.format(what=what, table=table))["key"].combine_chunks()
-        ids = read_ids[f"{what}s"].take(keys)
+        before, repeated = counts[3], counts[1]["actions"] - counts[2]["actions"]
+        raise ValueError(
+            f"no user has {options.min_user_actions} or more actions (there were {before['users']:,} users with "
+            f"{before['actions']:,} actions, without {repeated:,} exact duplicates); lower --min-user-actions or "
+            "--min-item-actions"
+        )
+    for owner in ("user", "item"):
+        keys = engine.table(KEPT_KEYS.format(what=owner, table=numbered.table))["key"].combine_chunks()
+        ids = numbered.read_ids[f"{owner}s"].take(keys)
         # Ids of digits alone are ordered as numbers, once the others are left out.
         order = pa.array(order_of_texts(ids))
-        engine.put(f"{what}s", pa.table({"key": keys.take(order), "index": np.arange(len(order))}))
-        found[what] = ids.take(order)
-    removed = {
+        engine.put(f"{owner}s", pa.table({"key": keys.take(order), "index": np.arange(len(order))}))
+        setattr(numbered, f"{owner}_ids", ids.take(order))
+    numbered.removed = {
         name: {of: was[of] - now[of] for of in was}
         for name, was, now in zip(STEPS, counts[:-1], counts[1:], strict=True)
     }
-    numbered = Numbered(engine, table, found["user"], found["item"], read_ids, tables, read, removed, notes)
-    if options.shown:
-        _add_shown(numbered, waiting)
-    return numbered
 
 
 def _keys(whole: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -290,20 +279,6 @@ def _keys(whole: pa.Array) -> tuple[pa.Array, pa.Array]:
     distinct = whole.unique()
     distinct = distinct.take(pa.array(order_of_texts(distinct)))
     return distinct, pc.index_in(whole, value_set=distinct).cast(pa.int32())
-
-
-def _examples(engine: Engine, job: Job, conditions: Collection[Condition]) -> str:
-    """Some texts of the columns that conditions are on, the first ones of the files."""
-    options, said = job.options, ""
-    named = {options.user_column: '"user"', options.item_column: "item"} | job.actions.columns
-    for name, column in ((of.column, named[of.column]) for of in conditions if of.column in named):
-        found = engine.table(
-            f"select {column} as value from rows where {column} is not null group by {column} "
-            "order by min(file * 4294967296 + line) limit 4"
-        )["value"]
-        if found.type == pa.string():
-            said += f"; {name} is {', '.join(filter(None, found.to_pylist()))}, for example"
-    return said
 
 
 def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
@@ -352,7 +327,6 @@ def _add_shown(numbered: Numbered, waiting: pa.Table | None) -> None:
     if nobodys is not None and len(nobodys):
         table = pa.concat_tables([nobodys.cast(table.schema), table])
     numbered.waiting = by_user(table)
-    numbered.notes += of_shown(numbered.waiting)
     lists = _lists(shown, items)
     distinct = lists["value"].combine_chunks()
     texts = pa.array([repr(of) for of in distinct.to_pylist()], pa.string()).dictionary_encode()
@@ -384,33 +358,3 @@ def by_user(waiting: pa.Table) -> pa.Table:
     users = waiting["user"].combine_chunks().dictionary_encode()
     rank = pc.rank(users.dictionary).to_numpy()
     return waiting.take(pa.array(np.argsort(rank[users.indices.to_numpy()], kind="stable"))).combine_chunks()
-
-
-def of_shown(waiting: pa.Table) -> list[str]:
-    """A line, if there are any."""
-    if not len(waiting):
-        return []
-    one = len(waiting) == 1
-    rows = f"{len(waiting):,} row{' waits' if one else 's wait'}"
-    return [f"--shown: {rows} for an action of {'its' if one else 'their'} user that is kept; --append may bring it"]
-
-
-def of_others(count: int) -> list[str]:
-    """A line, if there are any."""
-    one = count == 1
-    line = (
-        f"{count:,} action{' has' if one else 's have'} the user, item and time of another, but not its other values: "
-        f"{'it is' if one else 'they are'} kept"
-    )
-    return [line] if count else []
-
-
-def nobody(fewest: int, counted: Mapping[str, int], repeated: int) -> ValueError:
-    """What is wrong where no user has enough of the actions counted, without the duplicates."""
-    if not counted["actions"]:
-        return ValueError("all rows are those of --shown; give the actions with them")
-    duplicates = f", without {repeated:,} exact duplicates" if repeated else ""
-    return ValueError(
-        f"no user has {fewest} or more actions (there were {counted['users']:,} users with {counted['actions']:,} "
-        f"actions{duplicates}); lower --min-user-actions or --min-item-actions"
-    )

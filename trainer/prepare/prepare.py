@@ -1,7 +1,7 @@
 """`logitmix prepare`: raw files -> dataset directory.
 
 A source reads the files into a table of actions and tables of items and users (tables.py). number.py chooses, filters
-and numbers the actions, features.py makes features of the columns, and write.py writes sequences/ in order. Sequences
+and numbers the actions, features.py makes features of the columns, and writer.py writes sequences/ in order. Sequences
 are not truncated here: a trainer takes the last actions it wants. DuckDB works within --memory and spills into a folder
 beside the output; the bytes of the dataset are the same whatever the memory.
 
@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -31,23 +31,21 @@ from logitmix.common.mappings import first_line
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
-from logitmix.modules.kinds.registry import kind_named
-from logitmix.modules.kinds.text import NGRAMS, TextEncoder
-from logitmix.modules.schema import Owner, Schema
+from logitmix.modules.schema import Owner
 from logitmix.trainer.data.arrow import is_list
 from logitmix.trainer.data.dataset import encoders_of
 from logitmix.trainer.data.description import WAITING, is_dataset
 from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
-from logitmix.trainer.data.writer import DatasetContents, finish_dataset
+from logitmix.trainer.data.writer import DatasetContents, PartWriter, finish_dataset
 from logitmix.trainer.prepare.append import append, read_for_appending, read_waiting
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.features import (
     Features,
     FeaturesOptions,
+    Known,
     RawColumn,
     apply_options,
-    as_in_schema,
     embedded,
     is_present,
     make_features,
@@ -62,22 +60,12 @@ from logitmix.trainer.prepare.registry import source_of
 from logitmix.trainer.prepare.rejects import Rejects, TooManyRejects
 from logitmix.trainer.prepare.row_numbers import SAMPLE, name_each_row, numbering, numbers_a_table
 from logitmix.trainer.prepare.tables import Job, SideTable
-from logitmix.trainer.prepare.write import PartWriter
 
 FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
 TITLE = "title"
 FOR_DUCK, LEAST = 0.6, 128 << 20
 """Share of --memory that DuckDB may take, and the bytes that it needs at the least. The rest is for blocks of files,
 ids and what is written."""
-
-
-class Known(NamedTuple):
-    """The features of a dataset, to which actions are appended."""
-
-    schema: Schema
-    encoders: Mapping[str, TextEncoder]
-    waiting: pa.Table | None
-    """What was shown and waits for actions: Numbered.waiting."""
 
 
 def prepare(options: PrepareOptions, console: Console | None = None, job: type[Job] = Job) -> dict[str, Any]:
@@ -99,10 +87,9 @@ def prepare(options: PrepareOptions, console: Console | None = None, job: type[J
         if before is None or before.resolve() != out.resolve():
             _check_out(out, options.overwrite)
         with whole_directory(out) as staging:
-            if before is None:
-                description = _prepare(staging, options, console, job)
-            else:
-                description = _append(before, staging, options, console)
+            description = (
+                _append(before, staging, options, console) if before else _prepare(staging, options, console, job)
+            )
         push(out)
     return description
 
@@ -110,14 +97,14 @@ def prepare(options: PrepareOptions, console: Console | None = None, job: type[J
 def _append(before: Path, staging: Path, options: PrepareOptions, console: Console) -> dict[str, Any]:
     """Fills the directory with a dataset and the actions that follow it, which are prepared by themselves at first."""
     later = staging / "later"
-    known, schema = read_for_appending(before)
-    if (was := (known.get("filters") or {}).get(SHOWN, [])) != list(options.shown):
+    description, schema = read_for_appending(before)
+    if (was := (description.get("filters") or {}).get(SHOWN, [])) != list(options.shown):
         given = " ".join(f"--shown {shlex.quote(of)}" for of in was)
         raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()
-    features = Known(schema, encoders_of(before, schema), read_waiting(before))
-    _prepare(later, replace(options, append=str(before), min_user_actions=0), console, Job, features)
-    description, notes = append(before, known, schema, later, staging)
+    given_again = replace(options, append=str(before), min_user_actions=0)
+    _prepare(later, given_again, console, Job, Known(schema, encoders_of(before, schema)), read_waiting(before))
+    description, notes = append(before, description, schema, later, staging)
     shutil.rmtree(later)
     for note in notes:
         tell(console, note)
@@ -125,24 +112,28 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
 
 
 def _check_files(options: PrepareOptions) -> None:
-    if options.source and not Path(options.source).exists():
-        raise ValueError(f"no file or folder at {options.source}; give the downloaded file with --source")
-    for setting in ("items", "users", "schema"):
+    for setting in ("source", "items", "users", "schema"):
         path = Path(getattr(options, setting))
         if getattr(options, setting) and not (path.is_file() if setting == "schema" else path.exists()):
             raise ValueError(f"no file at {path}; --{setting} must name one")
 
 
 def _prepare(
-    directory: Path, options: PrepareOptions, console: Console, make: type[Job], known: Known | None = None
+    directory: Path,
+    options: PrepareOptions,
+    console: Console,
+    make: type[Job],
+    known: Known | None = None,
+    waiting: pa.Table | None = None,
 ) -> dict[str, Any]:
-    """Fills the directory. With the features that are `known`, if there are such, and no others."""
+    """Fills the directory. With the features that are `known`, if there are such, and no others; `waiting` as in
+    Numbered."""
     stated, out = read_schema(options.schema), options.directory
     with closing(Rejects(directory / "rejects.tsv", options.max_rejects, console)) as rejects:
         try:
             with database(out, options.bytes_of_memory) as duck, _progress(console) as progress:
                 job = make(options, duck, rejects, progress)
-                return _write(directory, job, _read(job, known), stated, console, known)
+                return _write(directory, job, _read(job, waiting), stated, console, known)
         except TooManyRejects as error:
             rejects.close()
             kept = out.with_name(out.name + ".rejects.tsv")
@@ -182,20 +173,18 @@ def _progress(console: Console) -> Progress:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    if out.is_symlink():
-        raise ValueError(f"{out} is a symbolic link; write to where it leads, or choose another --out")
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.is_dir() and is_dataset(out):
-        if not overwrite:
+    if out.is_dir() and not out.is_symlink():
+        if not any(out.iterdir()) or (overwrite and is_dataset(out)):
+            return
+        if is_dataset(out):
             raise ValueError(
                 f"there is a dataset at {out} already; replace it with --overwrite, or choose another --out"
             )
-    elif out.exists():
+    if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists and is not only a dataset; choose another --out")
 
 
-def _read(job: Job, known: Known | None) -> Numbered:
+def _read(job: Job, waiting: pa.Table | None) -> Numbered:
     """The source's actions, numbered. ValueError if there are none."""
     source = source_of(job.options.name)
     assert source is not None
@@ -204,30 +193,23 @@ def _read(job: Job, known: Known | None) -> Numbered:
     if not job.duck.row("select count(*) from rows")[0] and not job.rejects.count:
         raise ValueError(f"{job.source}: holds no actions; is it the right file?")
     job.rejects.finish()
-    _check_titles(job)
-    for table in (job.items, job.users):
-        stated = {TITLE, *table.kinds, *job.kinds}
-        unused = [name for name, of in table.columns.items() if name not in stated and numbers_a_table(name, of)]
-        ids = {name: of for name, of in table.columns.items() if table.kinds.get(name) == "id"}
-        unused += [name for name, of in ids.items() if 2 * len(of.unique()) > len(of)]
-        table.kinds.update(dict.fromkeys(unused))
-    # What is stated to be ids but hardly has a value twice, such as addresses, is none.
-    for name, column in actions.columns.items():
-        if actions.kinds.get(name) != "id":
-            continue
-        if job.duck.row(f"select 2 * count(distinct {column}) > count(*) from rows")[0]:
-            actions.kinds[name] = None
-    unused = numbering(job.duck, actions.columns, {TITLE, *actions.kinds, *job.kinds})
-    actions.kinds.update(dict.fromkeys(unused))
-    return number(job.duck, job, unused, known.waiting if known else None)
-
-
-def _check_titles(job: Job) -> None:
-    """ValueError if a column of titles that was asked for is not there."""
-    column, owners = job.options.title_column, (job.items, job.actions)
+    column, owners = job.options.title_column, (job.items, actions)
     if column != TITLE and not any(column in owner.columns for owner in owners):
         there = ", ".join(name for owner in owners for name in owner.columns)
         raise ValueError(f"--title-column: no column {column!r} of the items or the actions; there are: {there}")
+    # What is stated to be ids but hardly has a value twice, such as addresses, is none.
+    for table in (job.items, job.users):
+        for name, of in table.columns.items():
+            is_id, stated = table.kinds.get(name) == "id", name in {TITLE, *table.kinds, *job.kinds}
+            if 2 * len(of.unique()) > len(of) if is_id else not stated and numbers_a_table(name, of):
+                table.kinds[name] = None
+    for name, key in actions.columns.items():
+        several = f"select 2 * count(distinct {key}) > count(*) from rows"
+        if actions.kinds.get(name) == "id" and job.duck.row(several)[0]:
+            actions.kinds[name] = None
+    unused = numbering(job.duck, actions.columns, {TITLE, *actions.kinds, *job.kinds})
+    actions.kinds.update(dict.fromkeys(unused))
+    return number(job.duck, job, unused, waiting)
 
 
 def _write(
@@ -251,29 +233,17 @@ def _write(
     # Titles are shown, and their words a feature only where that is stated.
     if title not in options.embedded_columns and not {valid_name(title), f"item_{title}"} & {
         *stated.features,
-        *(of.name for of in (known.schema.features if known else ())),
+        *(known.options().features if known else ()),
     }:
         items.pop(title, None)
     made, events = _features(job, items, numbered, stated, known)
-    columns = {owner: [of.name for of in made.schema.features if of.owner == owner] for owner in ("user", "event")}
-    writer = PartWriter(
-        directory,
-        made.schema,
-        numbered.user_ids,
-        {name: made.columns[name] for name in columns["user"]},
-        {name: (*numbered.keys(events[name]), made.columns[name]) for name in columns["event"]},
-    )
+    schema, columns = made.schema, made.columns
+    users = {of.name: columns[of.name] for of in schema.of("user")}
+    keys = {of.name: (*numbered.keys(events[of.name]), columns[of.name]) for of in schema.of("event")}
+    writer = PartWriter(directory, schema, numbered.user_ids, users, keys)
+    none = np.empty(0, np.int64)
     contents = DatasetContents(
-        np.zeros(len(numbered.user_ids) + 1, np.int64),
-        np.empty(0, np.int64),
-        np.empty(0, np.int64),
-        numbered.item_ids,
-        None,
-        titles,
-        made.schema,
-        made.columns,
-        made.vocabularies,
-        made.projections,
+        none, none, none, numbered.item_ids, None, titles, schema, columns, made.vocabularies, made.projections
     )
     with naming(options.directory):
         counted = job.write(writer, numbered.kept, KEPT_ORDER)
@@ -283,6 +253,7 @@ def _write(
             directory,
             contents,
             options.name,
+            len(numbered.user_ids),
             counted.entries(),
             filters={name: getattr(options, name) for name in FILTERS}
             | {"where": list(options.where), "shown": list(options.shown), "removed": numbered.removed},
@@ -295,31 +266,31 @@ def _write(
             generator=job.generator,
         )
     # Of actions that are appended, the histories are elsewhere.
-    repeats = [] if known else _of_repeats(description["repeated_targets"])
-    for note in (*numbered.notes, *side_notes, *_notes(made), *repeats):
+    repeated = {} if known else description["repeated_targets"]
+    notes = [*side_notes, *_notes(made, repeated)]
+    if numbered.waiting is not None and len(numbered.waiting):
+        rows = f"{len(numbered.waiting):,} rows wait for an action of their user that is kept"
+        notes.insert(0, f"--shown: {rows}; --append may bring it")
+    for note in notes:
         tell(console, note)
     return description
 
 
-def _notes(made: Features) -> list[str]:
-    """What a user may want to act on."""
-    messages = list(made.notes)
-    if made.unused:
-        named: dict[str, list[str]] = {}
-        for name, reason in made.unused.items():
-            named.setdefault(reason, []).append(name)
+def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
+    """What a user may want to act on: of the features, and of targets that repeat, if that is not {}."""
+    messages, named = list(made.notes), dict[str, list[str]]()
+    for name, reason in made.unused.items():
+        named.setdefault(reason, []).append(name)
+    if named:
         columns = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
         messages.append(f"not used, unless --schema FILE states a kind: {columns}")
+    if repeated and (limits := highest_hit_rates(repeated)):
+        rule = (
+            "will not leave it out of its ranking" if are_common(repeated) else f"leaves out of its ranking: {limits}"
+        )
+        which = ": evaluation" if are_common(repeated) else ", which evaluation"
+        messages.append(f"{said_of_repeats(repeated)} are in their user's history{which} {rule}")
     return messages
-
-
-def _of_repeats(repeated: Mapping[str, float]) -> list[str]:
-    shares = said_of_repeats(repeated)
-    if are_common(repeated):
-        return [f"{shares} are in their user's history: evaluation will not leave it out of its ranking"]
-    if limits := highest_hit_rates(repeated):
-        return [f"{shares} are in their user's history, which evaluation leaves out of its ranking: {limits}"]
-    return []
 
 
 def _match(job: Job, numbered: Numbered) -> tuple[dict[str, dict[str, int]], list[str]]:
@@ -341,28 +312,21 @@ def _features(
     """Features of the columns of items, which are in the order of the dataset, and of the source's users and actions;
     and for each of the actions, the name of its column."""
     options, actions, unit = job.options, job.actions, job.actions.unit
-    found: list[RawColumn] = []
-    unread = dict[str, str]()
+    found, notes = list[RawColumn](), list[str]()
     sides: list[tuple[Owner, SideTable, dict[str, pa.Array]]] = [
         ("item", job.items, items),
         ("user", job.users, job.users.of(numbered.user_ids)),
     ]
     for owner, table, columns in sides:
         kinds = {**job.kinds, **table.kinds}
-        unread |= table.unread
         for name, values in columns.items():
-            infer = kinds[name] is not None if name in kinds else not name_each_row(name, values)
-            found.append(RawColumn(name, owner, values, kinds.get(name), infer=infer, source=name))
-    unread |= actions.unread
-    if options.shown:
-        actions.kinds[SHOWN] = "ids"
-    kinds = {**job.kinds, **actions.kinds}
+            kind = kinds[name] if name in kinds else None if name_each_row(name, values) else "auto"
+            found.append(RawColumn(name, owner, values, kind, source=name))
+    kinds = {**job.kinds, **actions.kinds, **({SHOWN: "ids"} if options.shown else {})}
     for name in numbered.columns:
-        if name == options.title_column or name in actions.unread:
-            continue
-        infer = kinds[name] is not None if name in kinds else not _names_each_action(numbered, name)
-        load = partial(numbered.values, name)
-        found.append(RawColumn(name, "event", load, kinds.get(name), infer=infer, source=name))
+        if name != options.title_column and name not in actions.unread:
+            kind = kinds[name] if name in kinds else None if _names_each_action(numbered, name) else "auto"
+            found.append(RawColumn(name, "event", partial(numbered.values, name), kind, source=name))
 
     def of_owner(column: RawColumn, owner: Owner) -> pa.Array:
         values = numbered.all_values(column.source)
@@ -377,18 +341,23 @@ def _features(
     names = name_features(found, known.schema.features if known else ())
     title = options.title_column if options.title_column in job.items.columns else ""
     stated = embedded(stated, names, options.embedded_columns, title)
-    chosen, notes = apply_options(names, stated, options.schema, of_owner, unit), list[str]()
-    if options.embed_with != NGRAMS and not any(of.kind and kind_named(of.kind).of_texts for of in chosen):
-        raise ValueError(f"--embed-with: {options.schema} has no kind text; name columns with --embed")
     if known:
-        chosen, notes = as_in_schema(chosen, known.schema, known.encoders, of_owner)
+        stated, there = known.options(), [of.name for of in names]
+        others = [name for name in there if name not in stated.features]
+        missing = [name for name in stated.features if name not in there]
+        names = [of for of in names if of.name in stated.features]
+        stated = FeaturesOptions({name: of for name, of in stated.features.items() if name in there})
+        notes += [f"not used, as the dataset has no such features: {', '.join(others)}"] if others else []
+        notes += [f"missing values, as there are no such columns: {', '.join(missing)}"] if missing else []
+    chosen = apply_options(names, stated, options.schema, of_owner, unit)
     try:
-        made = make_features(chosen, numbered.item_ids, unit, options.embed_with)
+        made = make_features(chosen, numbered.item_ids, unit, options.embed_with, known)
     except ValueError as error:
         # A kind that is stated, or that of the dataset before, may not fit its column.
         of_values = str(error).startswith("feature ")
         where = options.schema if not known else Path(options.source).name if of_values else ""
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
+    unread = job.items.unread | job.users.unread | actions.unread
     made = replace(made, notes=[*notes, *made.notes], unused={} if known else made.unused | unread)
     return made, {of.name: of.source for of in chosen if of.owner == "event"}
 

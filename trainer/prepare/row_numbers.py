@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.trainer.data.arrow import as_numbers, is_list
-from logitmix.trainer.data.engine import Engine
+from logitmix.trainer.data.engine import Duck
 
 LEAST = 20
 """Rows from which on values alone, without a name, tell that they number the rows."""
@@ -28,7 +28,7 @@ def is_pandas_index(name: str) -> bool:
     return re.fullmatch(r"Unnamed: [0-9.]+|level_[0-9]+|__index_level_[0-9]+__|\s*", name) is not None
 
 
-def numbering(engine: Engine, columns: Mapping[str, str], stated: Collection[str]) -> list[str]:
+def numbering(engine: Duck, columns: Mapping[str, str], stated: Collection[str]) -> list[str]:
     """Those of the columns of the table `rows`, but not of those `stated`, that count its rows in the order of the
     files, in each part of them anew or not. With a name that such columns have, numbers may be missing in between."""
     found = []

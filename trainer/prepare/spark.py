@@ -32,14 +32,13 @@ except ModuleNotFoundError as _error:
     raise SystemExit(f"logitmix: a Spark job needs {_error.name}: pip install 'logitmix[spark]'") from None
 
 from logitmix.trainer.data.engine import Duck, quoted
-from logitmix.trainer.data.writer import Counted
+from logitmix.trainer.data.writer import Counted, PartWriter
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.files import InputFile
 from logitmix.trainer.prepare.prepare import prepare
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.summary import summarize
 from logitmix.trainer.prepare.tables import ROWS, Gathered, Gatherer, Job
-from logitmix.trainer.prepare.write import PartWriter
 
 Gather = Callable[[Job, Sequence[InputFile]], Gathered]
 

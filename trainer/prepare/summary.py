@@ -1,12 +1,11 @@
 """The summary of a dataset that `logitmix prepare` prints."""
 
-import re
 import shlex
 from collections.abc import Mapping
-from datetime import datetime, timedelta
 from pathlib import Path
-from time import time
 from typing import Any
+
+import numpy as np
 
 from logitmix.common.mappings import counted, from_mapping
 from logitmix.common.storage import place_of
@@ -15,14 +14,6 @@ from logitmix.trainer.config import load_recipe, recipe_names
 from logitmix.trainer.data.description import APPENDED, UNIT_NAMES, UNITS
 
 OWNERS = {"item": "items", "user": "users", "event": "actions"}
-_OF_KINDS = re.compile("event|action|behaviou?r|type|kind", re.IGNORECASE)
-"""In the name of a feature that says of what kind an action is."""
-_KINDS = 20
-"""Most values of it."""
-_DAY = 86_400
-"""Seconds by which clocks and time zones may differ."""
-_1980 = 315_532_800
-"""Seconds of its beginning: earlier times are often in another unit."""
 
 
 def summarize(description: Mapping[str, Any], directory: Path) -> str:
@@ -34,18 +25,14 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     lines = _of_reading(description, directory)
     lines.append(f"written   {_counts(description)} to {directory}")
     lines.append(f"users     {_lengths(description)}")
-    lines += [f"times     {_span(description['times'])}", *_ties(description)]
+    lines.append(f"times     {_span(description['times'])}")
     lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
-    lines.append(f"titles    {_titles(description['titles'], description['items'], features)}")
+    titles = f"of {description['titles']:,} of {counted(description['items'], 'item')}"
+    lines.append(f"titles    {titles if description['titles'] else 'none: answers will show ids'}")
     lines += _features(features, schema, bool(description["titles"]))
     lines.append(f"next      {_next(directory)}")
     if any(feature.owner != "item" for feature in features):
         lines.append("          (with --model.features all it learns from the features of users and actions, too)")
-    if kinds := [f.name for f in features if _tells_kinds(f, schema)]:
-        given = f'--data.targets "{kinds[0]} = VALUE"'
-        lines.append(f"          (with {given} actions of one kind are predicted, from those of all kinds)")
-    if description["filters"].get("shown"):
-        lines.append("          (with --data.negatives shown, from what was not taken)")
     return "\n".join(lines)
 
 
@@ -97,63 +84,22 @@ def _lengths(description: Mapping[str, Any]) -> str:
 
 
 def _sides(description: Mapping[str, Any]) -> dict[str, str]:
-    """How the tables of items and users fit the dataset, where they do not wholly."""
+    """How the tables of items and users fit the dataset."""
     lines = {}
     for what, counts in description["side_tables"].items():
         given = (description["source"] or {}).get(what)
-        name = given["name"] if given else f"the source's table of {what}"
-        matched, ids, idle = counts["matched"], counts["ids"], counts["without_actions"]
-        if missing := description[what] - matched:
-            lines[what] = f"{matched:,} of {description[what]:,} are in {name}: {missing:,} without features of it"
-        elif idle or given:
-            lines[what] = f"all are in {name}"
-        if idle:
-            lines[what] += f"; {idle:,} of its {ids:,} ids have no actions and are left out"
+        name, ids = given["name"] if given else f"the source's table of {what}", counts["ids"]
+        if given or counts["matched"] < description[what]:
+            lines[what] = f"{counts['matched']:,} of {description[what]:,} are in {name}, which has {ids:,}"
     return lines
 
 
 def _span(times: Mapping[str, Any]) -> str:
     if unit := times["unit"]:
-        first, last = (_date(times[edge] // UNITS[unit]) for edge in ("first", "last"))
-        strange = [
-            "the first are before 1980" if times["first"] / UNITS[unit] < _1980 else "",
-            "the last are in the future" if times["last"] / UNITS[unit] > time() + _DAY else "",
-        ]
-        said = ", ".join(filter(None, strange))
-        return f"{first} to {last}, in {UNIT_NAMES[unit]}{f': {said}' if said else ''}"
+        dates = (str(np.datetime64(times[edge] // UNITS[unit], "s")) for edge in ("first", "last"))
+        first, last = (date[:-3].replace("T", " ") for date in dates)
+        return f"{first} to {last}, in {UNIT_NAMES[unit]}"
     return f"{times['first']} to {times['last']}: an order, but no dates"
-
-
-def _date(seconds: int) -> str:
-    try:
-        return (datetime(1970, 1, 1) + timedelta(seconds=seconds)).isoformat(" ", "minutes")
-    except OverflowError:
-        return f"{seconds} seconds since 1970"
-
-
-def _ties(description: Mapping[str, Any]) -> list[str]:
-    """A line if the order of equal times decides something."""
-    times = description["times"]
-    if not times["tied_actions"]:
-        return []
-    actions = _share(times["tied_actions"], description["actions"])
-    users = _share(times["users_that_end_tied"], description["users"])
-    return [
-        f"          {actions} of the actions have the time of another one of their user, the last ones of "
-        f"{users} of the users: they are in the order of the file"
-    ]
-
-
-def _share(count: int, of: int) -> str:
-    return "fewer than 0.1%" if 0 < count < of / 1000 else f"{count / of:.1%}"
-
-
-def _titles(known: int, items: int, features: list[Feature]) -> str:
-    if not known:
-        near = [feature.name for feature in features if feature.owner != "user" and "title" in feature.name.lower()]
-        by = f"--title-column {near[0]}" if near else "a column `title` or --title-column"
-        return f"none: answers will show ids ({by} gives them)"
-    return "of all items" if known == items else f"of {known:,} of {counted(items, 'item')}"
 
 
 def _features(features: list[Feature], schema: Schema, have_titles: bool) -> list[str]:
@@ -171,12 +117,6 @@ def _values(feature: Feature, schema: Schema) -> str:
     if feature.sparse:
         return f"  {counted(schema.table(feature.table).rows - 1, 'value')}"
     return f"  {counted(feature.width, 'number')} each" if feature.form.wide else ""
-
-
-def _tells_kinds(feature: Feature, schema: Schema) -> bool:
-    """Whether it seems to say of what kind an action is, and there are several."""
-    is_id = feature.owner == "event" and feature.kind == "id"
-    return is_id and bool(_OF_KINDS.search(feature.name)) and 2 < schema.table(feature.table).rows <= _KINDS + 1
 
 
 def _next(directory: Path) -> str:

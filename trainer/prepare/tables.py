@@ -21,7 +21,7 @@ from rich.progress import Progress
 from logitmix.trainer.data.arrow import codes_of
 from logitmix.trainer.data.engine import Duck, scratch
 from logitmix.trainer.data.times import INTEGER_TYPES, Clock, outliers_of, unit_of
-from logitmix.trainer.data.writer import Counted
+from logitmix.trainer.data.writer import Counted, PartWriter, write_sequences
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.files import InputFile, is_zip, magic
 from logitmix.trainer.prepare.jsonl import is_json, read_json
@@ -29,7 +29,6 @@ from logitmix.trainer.prepare.lists import Lists
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.scan import Keys, Raw, bytes_as_text, common, literal, read_parquet
 from logitmix.trainer.prepare.text import CSV, Layout, read_text
-from logitmix.trainer.prepare.write import PartWriter, write_sequences
 
 TIME = "a number between -2^62 and 2^62"
 OWN = "file integer, line bigint, place integer, written varchar, problem varchar"

@@ -14,8 +14,8 @@ from small_data import batches_of, in_memory
 from logitmix.modules.batch import Batch
 from logitmix.modules.schema import Feature
 from logitmix.trainer.data import columns
-from logitmix.trainer.data.batches import RankingUsers, TrainingBatches, ranking_users, split_by_time
-from logitmix.trainer.data.columns import Column, ranges
+from logitmix.trainer.data.batches import TrainingBatches, ranking_users, split_by_time
+from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import Dataset
 
 Share = Literal["position", "sequence", "group", "batch"]
@@ -108,15 +108,6 @@ def test_windows_cover_a_history_from_its_end(lengths: list[int], longest: int, 
     np.testing.assert_allclose(source.log_q_X, np.log(q_X), rtol=1e-6)
 
 
-def test_without_a_stride_earlier_actions_are_counted() -> None:
-    dataset = of_lengths([4, 9, 12, 2, 3])
-    # Held out are two of each user; the last action of the others is only a target.
-    said = "users have more actions than {} (model.encoder.max_length): their {} earlier ones are not trained on"
-    assert batches(dataset, max_length=6).said_of_left_out.startswith(f"1 {said.format(6, 3)}")
-    assert batches(dataset, max_length=5).said_of_left_out.startswith(f"2 {said.format(5, 5)}")
-    assert not batches(dataset, max_length=6, stride=6).said_of_left_out
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, 11, 100])
 def test_every_user_comes_once_an_epoch_in_an_order_of_its_own(batch_size: int) -> None:
     dataset = of_lengths(LENGTHS)
@@ -192,40 +183,6 @@ def test_negatives_of_the_batch_are_targets_of_all_its_ranks(share: Share, world
     assert len(drawn) == 4
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_what_ranks_draw_alike_is_drawn_once_for_all_parts(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    # No other test has this seed.
-    options = {"share": share, "in_batch": 5, "world_size": 3, "seed": SHARES.index(share) + 100}
-    calls, rng, source = [], np.random.default_rng, batches(**options)
-    monkeypatch.setattr(np.random, "default_rng", lambda key: calls.append(key) or rng(key))
-    parts = [items_of(source.at(1, rank)) for rank in range(3)]
-    # The order of the sequences, uniform negatives and those from the batch; or, of positions, for each sequence.
-    assert len(calls) == (1 + 2 * 4 if share == "position" else 3)
-    assert parts == [items_of(batches(rank=rank, **options).at(1)) for rank in range(3)]
-
-
-@pytest.mark.long
-def test_log_q_is_how_often_negatives_are_drawn() -> None:
-    """Over epochs; with one target of each user or six, and popular items."""
-    offsets = np.arange(0, 41 * 9, 9)
-    items = np.minimum(np.random.default_rng(0).geometric(0.2, offsets[-1]) - 1, 19)
-    dataset = in_memory(offsets.astype(np.int64), items, 20)
-    for max_length in (1, 6, 50):
-        source = batches(dataset, batch_size=7, max_length=max_length, negatives=10, in_batch=30)
-        drawn = []
-        for step in range(50 * source.steps_per_epoch):
-            batch = source.at(step)
-            drawn.append(batch.id_V[batch.negatives_GN].flatten().numpy())
-            assert batch.log_q_V.dtype == torch.float32
-            assert torch.equal(batch.log_q_V, torch.from_numpy(source.log_q_X)[batch.id_V])
-        share = np.bincount(np.concatenate(drawn), minlength=20) / sum(map(len, drawn))
-        q_X = np.exp(source.log_q_X)
-        assert q_X.sum() == pytest.approx(1, rel=1e-5)
-        # 80,000 draws, those of a batch from few targets. A batch of fewer sequences draws more often for each.
-        np.testing.assert_allclose(share, q_X, atol=0.02)
-    assert batches(dataset).at(0).log_q_V is None
-
-
 def test_ranks_get_about_as_many_positions_each() -> None:
     random = np.random.default_rng(0)
     dataset = of_lengths(random.integers(4, 60, 200).tolist())
@@ -234,18 +191,6 @@ def test_ranks_get_about_as_many_positions_each() -> None:
         positions = [len(part.input_T) for part in parts]
         # A cut falls at the nearest boundary between sequences: half of the longest, 50, on either side.
         assert max(abs(count - sum(positions) / 4) for count in positions) <= 50
-
-
-def test_unique_items_are_sorted_and_are_those_named() -> None:
-    for share, items in itertools.product(SHARES, (None, 10**5)):
-        # Few items and many: one pass over all of them, or sorted.
-        dataset = replace(of_lengths(LENGTHS), num_items=items) if items else None
-        for rank in range(2):
-            batch = batches(dataset, share=share, rank=rank, world_size=2).at(1)
-            named = torch.cat([batch.input_T, batch.target_T, batch.negatives_GN.flatten()])
-            assert batch.id_V.dtype == torch.int64 and named.dtype == torch.int64
-            assert batch.id_V.tolist() == sorted(set(batch.id_V.tolist()))
-            assert sorted(set(named.tolist())) == list(range(len(batch.id_V)))
 
 
 @pytest.mark.parametrize(("share", "length", "users", "groups"), [("sequence", 4, 25, 25), ("position", 12, 10, 90)])
@@ -402,21 +347,3 @@ def test_a_split_by_time_is_that_of_all_actions_in_order(lengths: list[int], see
 def test_nobody_to_rank_is_no_error() -> None:
     users = ranking_users(of_lengths([2, 0, 1]), "test", 5)
     assert len(users) == 0 and len(users.history) == 0 and list(users.batches(3)) == []
-
-
-@pytest.mark.parametrize("size", [1, 3, 11, 50])
-def test_batches_of_ranking_users_are_consecutive(size: int) -> None:
-    users = ranking_users(of_lengths(LENGTHS), "test", 6)
-    parts = list(users.batches(size))
-    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1) and 0 < len(parts[-1]) <= size
-    for name in ("history", "lengths", "seen", "seen_lengths", "target"):
-        joined = np.concatenate([getattr(part, name) for part in parts])
-        assert np.array_equal(joined, getattr(users, name))
-    assert all(len(part.history) == part.lengths.sum() and isinstance(part, RankingUsers) for part in parts)
-
-
-@given(pairs=st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 6)), max_size=8))
-def test_ranges_are_those_of_each_pair_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
-    starts, lengths = (np.array([pair[i] for pair in pairs], dtype=np.int64) for i in (0, 1))
-    expected = [value for start, length in pairs for value in range(start, start + length)]
-    assert ranges(starts, lengths).tolist() == expected

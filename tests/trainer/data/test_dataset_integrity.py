@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,23 +60,10 @@ def test_every_flipped_bit_is_found(path: Path, flips: int) -> None:
     assert not problem(path)
 
 
-def cut(content: bytes, share: float) -> bytes:
-    return content[: int(share * len(content))]
-
-
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda content: b"",
-        lambda content: cut(content, 0.5),
-        lambda content: content[:-1],
-        lambda content: content[1:],
-        lambda content: content + b"\0",
-        lambda content: bytes(len(content)),
-        lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
-        None,
-    ],
-    ids=["empty", "half", "all but the last byte", "all but the first", "longer", "zeros", "half of zeros", "missing"],
+    [lambda content: b"", lambda content: content[:-1], lambda content: bytes(len(content)), None],
+    ids=["empty", "all but the last byte", "zeros", "missing"],
 )
 def test_every_file_that_is_another_is_named(path: Path, change: Callable[[bytes], bytes] | None) -> None:
     for name in files(path):
@@ -97,20 +83,6 @@ def test_a_run_is_told_from_a_dataset(path: Path) -> None:
     """Whose dataset.json it has, too."""
     (path / "config.toml").touch()
     assert problem(path) == f"{path}: this is a run; give the dataset that it was trained on"
-
-
-def test_every_pair_of_files_that_are_swapped_is_named(path: Path) -> None:
-    content = {name: (path / name).read_bytes() for name in files(path)}
-    for name in content:
-        for other in content:
-            if content[name] != content[other]:
-                (path / name).write_bytes(content[other])
-                (path / other).write_bytes(content[name])
-                said = problem(path)
-                assert said.startswith((f"{path}: {name} is ", f"{path}: {other} is ")), (name, other, said)
-                (path / name).write_bytes(content[name])
-                (path / other).write_bytes(content[other])
-    assert not problem(path)
 
 
 def test_a_part_that_is_not_listed_is_refused(path: Path) -> None:
@@ -164,9 +136,8 @@ FILE_OF = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("owner", ["sequences", "items", "vocabulary"])
-@pytest.mark.parametrize("said", [True, False], ids=["dataset.json says so too", "dataset.json does not"])
 def test_a_few_bytes_that_stand_for_very_much_are_not_decoded(
-    path: Path, owner: str, said: bool, monkeypatch: pytest.MonkeyPatch
+    path: Path, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_data.forget_digests(path)
     file = path / FILE_OF[owner]
@@ -181,10 +152,9 @@ def test_a_few_bytes_that_stand_for_very_much_are_not_decoded(
     pq.write_table(table, file, compression="zstd", row_group_size=COUNT, max_rows_per_page=COUNT)
     assert file.stat().st_size < 16_000
     description = json.loads((path / "dataset.json").read_text())
-    if said:
-        description["actions"] = COUNT if owner == "sequences" else description["actions"]
-        brands = next(of for of in description["schema"]["tables"] if of["name"] == "brand")
-        brands["rows"] = COUNT if owner == "vocabulary" else brands["rows"]
+    description["actions"] = COUNT if owner == "sequences" else description["actions"]
+    brands = next(of for of in description["schema"]["tables"] if of["name"] == "brand")
+    brands["rows"] = COUNT if owner == "vocabulary" else brands["rows"]
     (path / "dataset.json").write_text(json.dumps(description))
     decode = pq.ParquetFile.iter_batches
 
@@ -194,7 +164,7 @@ def test_a_few_bytes_that_stand_for_very_much_are_not_decoded(
         return decode(of, *given, **named)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
-    assert re.search("more than [0-9,]+ bytes can hold|but (dataset.json|the schema) says", problem(path))
+    assert "bytes can hold" in problem(path)
 
 
 def test_equal_actions_at_equal_times_are_no_attack(tmp_path: Path) -> None:
@@ -211,10 +181,7 @@ def test_equal_actions_at_equal_times_are_no_attack(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sequences/part-00000.parquet", "vocabularies/brand.parquet", "items.parquet"])
-@pytest.mark.parametrize("digests", [True, False])
-def test_a_pipe_among_the_files_is_named_and_not_waited_for(path: Path, name: str, digests: bool) -> None:
-    if not digests:
-        small_data.forget_digests(path)
+def test_a_pipe_among_the_files_is_named_and_not_waited_for(path: Path, name: str) -> None:
     (path / name).unlink()
     os.mkfifo(path / name)
     assert problem(path).startswith(f"{path}: {name} is a pipe, not a file")

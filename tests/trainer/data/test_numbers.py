@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from logitmix.trainer.data.numbers import MISSING, read_numbers
+from logitmix.trainer.data.numbers import read_numbers
 from logitmix.trainer.data.where import Condition
 
 
@@ -13,20 +13,15 @@ from logitmix.trainer.data.where import Condition
         (["12.5", "-3", "1e3", ".5", "5."], [12.5, -3, 1000, 0.5, 5]),
         (["12,50", "3,99", "5"], [12.5, 3.99, 5]),
         (["1.299,00", "12,5", "1.299"], [1299, 12.5, 1299]),
-        (["1.299.000", "5", "1.250"], [1_299_000, 5, 1250]),
         (["0,125", "1,250"], [0.125, 1.25]),
         (["1,299.00", "12.50", "1,299"], [1299, 12.5, 1299]),
         (["1,299,000", "1,250"], [1_299_000, 1250]),
-        (["12,34,567", "12"], [1_234_567, 12]),
-        (["0.125", "1,250"], [0.125, 1250]),
         (["1.250", "2.500"], [1.25, 2.5]),
         (["1 299,50", "1\u00a0299", "1\u202f299\u202f000", "5"], [1299.5, 1299, 1_299_000, 5]),
         (["1'299.50", "1\u2019299", "1_000"], [1299.5, 1299, 1000]),
         (["$1,299.00", "$5", " $ 12.5 "], [1299, 5, 12.5]),
         (["€ 5", "5 €", "7,5€"], [5, 5, 7.5]),
-        (["US$ 5.50", "US$6"], [5.5, 6]),
         (["12.50 USD", "3 usd"], [12.5, 3]),
-        (["12,50 kr", "3 kr"], [12.5, 3]),
         (["-$5", "$-5.5", "\u22123", "+4"], [-5, -5.5, -3, 4]),
         (["5%", "11.0 %", "-0,5%"], None),
         (["5%", "11.0 %", "-0.5%"], [5, 11, -0.5]),
@@ -74,13 +69,6 @@ def test_a_comma_that_could_be_either_is_said() -> None:
     found = read_numbers(pa.array(["7", "1,299"]))
     assert found.values.to_pylist() == [7, 1299]
     assert found.note == "'1,299' is read as a whole number, the comma between thousands"
-
-
-def test_what_stands_for_no_number_is_not_wrong() -> None:
-    texts = [*MISSING[:-5], "inf", "-Infinity", "none", "na", "-", "?", " ", "n.a."]
-    found = read_numbers(pa.array(["1.5", *(text for text in texts if text.strip() not in ("", r"\N", "(null)"))]))
-    missing = found.wrong.to_pylist()
-    assert not set(missing) - {"[NULL]", "<NA>", "-NaN", "-nan", "#N/A", "#NA", "NaT"}
 
 
 def test_conditions_read_numbers_as_columns_do() -> None:

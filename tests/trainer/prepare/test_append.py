@@ -126,18 +126,14 @@ def test_the_command_says_what_is_new(
         (
             [("a", "y", DAY + 4, "one", 1.0)],
             {},
-            f"first time to append is {DAY + 4}, but .* has actions up to {DAY + 5}",
+            f"first time to append is {DAY + 4}, but .* up to {DAY + 5}",
         ),
         (
             [("a", "y", 1000 * DAY + 9000, "one", 1.0)],
             {},
-            "to append are milliseconds, and those of .* seconds; they must",
+            "to append are milliseconds, and those of .* seconds",
         ),
-        (
-            [("a", "y", DAY + 6, "one", "dear")],
-            {},
-            r"^1\.csv: feature price has the value 'dear', which is no number$",
-        ),
+        ([("a", "y", DAY + 6, "one", "dear")], {}, r"^1\.csv: feature price has the value 'dear', which is no number$"),
         (SECOND, {"min_user_actions": 2}, "--append takes no --min-user-actions"),
         (SECOND, {"out": ""}, "--append needs --out"),
         (SECOND, {"append": "nowhere", "overwrite": True}, "no dataset at nowhere; make it with"),
@@ -164,12 +160,9 @@ def test_the_dataset_before_stays_as_it_was(tmp_path: Path) -> None:
         prepared(tmp_path, "2", SECOND, out=tmp_path / "both", append=str(path))
 
 
-@pytest.mark.parametrize("titled", [True, False])
-def test_items_and_users_with_features_and_titles(titled: bool, tmp_path: Path) -> None:
+def test_items_and_users_with_features_and_titles(tmp_path: Path) -> None:
     tables = {name: tmp_path / f"{name}.csv" for name in ("items", "users")}
-    tables["items"].write_text(
-        f"item,{'title' if titled else '_'},size,since\nx,Ex,1,2024-02-01\ny,Why,1,\nw,We,2,2024-03-01\nz,Zed,3,\n"
-    )
+    tables["items"].write_text("item,title,size,since\nx,Ex,1,2024-02-01\ny,Why,1,\nw,We,2,2024-03-01\nz,Zed,3,\n")
     tables["users"].write_text("user,country\na,DE\nb,DE\nc,FR\n")
     schema = tmp_path / "schema.toml"
     given: dict[str, Any] = {name: str(file) for name, file in tables.items()}
@@ -179,16 +172,14 @@ def test_items_and_users_with_features_and_titles(titled: bool, tmp_path: Path) 
         '[features.size]\nkind = "ids"\n[features.country]\nkind = "id"\n[features.since]\nkind = "date"\n'
     )
     out = tmp_path / "0"
-    said = io.StringIO()
-    console = Console(file=said, width=1000)
+    console = Console(quiet=True)
     prepare(PrepareOptions("table", str(source), str(out), min_user_actions=0, schema=str(schema), **given), console)
     source.write_text(f"user,item,timestamp\nc,z,{DAY + 9}\na,w,{DAY + 5}\nb,x,{DAY + 9}\n")
     prepare(PrepareOptions("table", str(source), str(out), append=str(out), **given), console)
-    assert "1 item and 2 users are in the dataset already: what it says of them stays" in said.getvalue()
     dataset = load_dataset(out)
     assert dataset.raw_ids() == ["x", "y", "w", "z"] and dataset.raw_user_ids(range(3)) == ["a", "b", "c"]
     titles = dataset.title_column()
-    assert (titles.to_pylist() if titles is not None else None) == (["Ex", "Why", "We", "Zed"] if titled else None)
+    assert titles is not None and titles.to_pylist() == ["Ex", "Why", "We", "Zed"]
     sizes, countries = dataset.vocabulary("size"), dataset.vocabulary("country")
     assert (sizes, countries) == (["", "1", "2", "3"], ["", "DE", "FR"])
     assert [countries[row] for row in dataset.user_features["country"].values] == ["DE", "DE", "FR"]
@@ -213,7 +204,7 @@ def test_arrays_and_digests_are_those_of_the_whole(tmp_path: Path, monkeypatch: 
         content = file.read_bytes()
         file.write_bytes(content[:-9] + b"x" + content[-8:])
         name = file.relative_to(path).as_posix()
-        with pytest.raises(ValueError, match=rf"{name} is damaged .* --overwrite, then with --append, .*: 1\.csv$"):
+        with pytest.raises(ValueError, match=rf"{name} is damaged .* --overwrite$"):
             read_description(path)
         file.write_bytes(content)
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from reading import decoded, file_of, parquet_of, prepared, summary
 
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.trainer.data.dataset import Dataset
 
 HEADER = "user,item,timestamp"
 
@@ -49,9 +49,6 @@ def test_they_can_be_kept(tmp_path: Path) -> None:
     assert json.loads(dataset.description())["filters"]["keep_duplicates"] is True
     # Validation alone would have the history left out, and then no test target could be found.
     assert "0% of the validation targets and 100% of the test targets are in their user's history" in said
-    (tmp_path / "out" / "items.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"prepare table --source \S+in\.csv --keep-duplicates --out "):
-        load_dataset(tmp_path / "out")
 
 
 def test_users_are_counted_without_them(tmp_path: Path) -> None:
@@ -78,7 +75,6 @@ def test_actions_that_differ_in_a_column_are_kept_and_counted(tmp_path: Path) ->
     dataset, said = of_rows(tmp_path, [*lines, f"{rows[2]},cart,"])
     assert decoded(dataset, "event")["event"] == ["view", "view", "view", "cart", "view", "view"]
     assert "removed   2 actions equal to an earlier one in everything" in said
-    assert "1 action has the user, item and time of another, but not its other values: it is kept\n" in said
 
 
 def test_fractions_of_seconds_tell_actions_apart(tmp_path: Path) -> None:
@@ -121,7 +117,5 @@ VALUES: list[tuple[pa.DataType, list[Any]]] = [
 @pytest.mark.parametrize(("kind", "values"), VALUES, ids=lambda of: str(of)[:20])
 def test_columns_of_any_type_are_compared(kind: pa.DataType, values: list[Any], tmp_path: Path) -> None:
     columns = {"user": ["u"] * 4, "item": ["i"] * 4, "timestamp": [1] * 4, "of": pa.array(values, kind)}
-    dataset, said = prepared(parquet_of(tmp_path, columns))
-    left = 1 if pa.types.is_null(kind) else 3
-    assert len(dataset.items_flat) == left
-    assert ("2 actions have the user, item and time of another" in said) == (left == 3)
+    dataset, _ = prepared(parquet_of(tmp_path, columns))
+    assert len(dataset.items_flat) == (1 if pa.types.is_null(kind) else 3)

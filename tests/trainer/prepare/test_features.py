@@ -54,58 +54,39 @@ def texts_of(features: Features, name: str) -> list[Any]:
     [
         (["a", "b", "a", "b"], "id"),
         (["a", "b", "a", "c"], None),
-        (["a", "b", None, "a", "b", ""], "id"),
-        (["a", "a", "a"], None),
         (["a", "a", None], "id"),
         (["3", "4", "4", "3"], "id"),
         (["3", "4", "-5", "0"], "number"),
         (["3", "4.5", "-5e-1", ".5"], "number"),
-        (["3.5", "3.5", "4.0", "4.0"], "number"),
         (["3.0", "4.0", "4.0", "3.0", ""], "id"),
-        (["3.0", "4.0", "5.0", ""], "number"),
         (["3.5", "NULL", "4", "4"], "number"),
-        (["3", "4", "3", "NaN", "4"], "id"),
         (["b", "-", "b", "a", "a"], "id"),
         (["NULL", "-", "--"], None),
         (["12,50", "3,99", "4"], "number"),
-        (["$1,299.00", "$3.99", "$4", "$4"], "number"),
-        (["5%", "5%", "11 %", "11 %"], "number"),
         (["€ 5", "$ 6"], None),
         ([f"{n}.5" for n in range(10)] + ["TBA"], "number"),
         ([f"{n}.5" for n in range(9)] + ["TBA"], None),
         ([str(n) for n in range(10)] * 2 + ["XL", "XL"], "id"),
         ([f"0{n}" for n in range(10)] + ["TBA"], None),
         (["01", "02", "03", "04"], None),
-        (["01", "02", "01", "02"], "id"),
         (["3", "4", "x", "5"], None),
         (["a|b", "b | a", "a", ""], "ids"),
         (["a|b", "c|d", "e"], None),
         ([3, 4, 4, 3], "id"),
         ([3, 4, 5, 6], "number"),
-        ([3, 3, 3], None),
-        ([1.5, 2.0, 2.0, 1.5], "number"),
         ([1.0, 2.0, 2.0, 1.0], "id"),
         ([1.0, 2.0, 3.0, float("nan")], "number"),
-        ([1.0, float("nan"), 1.0], "id"),
-        ([1.5, float("nan"), 1.5], "number"),
         ([b"a", b"b", b"a", b"b", b"NULL"], "id"),
-        ([b"1.5", b"2.5", b"2.5", b"2.5"], "number"),
         ([b"\xff", b"\xfe", b"\xff", b"\xfe"], None),
-        ([1.0, 1.0], None),
         ([True, False, True], "id"),
         ([Decimal("1.5"), Decimal("2.5")], "number"),
         ([["a"], ["a"], [], None], "ids"),
         ([[1, 2], [1], [2, None]], "ids"),
         ([["of its own"], ["each another"]], None),
-        ([["a"], ["b", None]], None),
-        (pa.array([[], None], pa.list_(pa.string())), None),
         ([[1.0, 2.0], None, [3.0, 4.0]], "vector"),
         ([[1.0, 2.0], [3.0]], None),
-        ([[], []], None),
-        ([[[1.0]], [[2.0]]], None),
         ([datetime.datetime(2020, 1, 1), datetime.datetime(2021, 1, 1)], None),
         ([{"a": 1}, {"a": 2}], None),
-        ([None, None], None),
     ],
 )
 def test_kinds_are_told_from_values(values: list[Any], kind: str | None) -> None:
@@ -125,19 +106,15 @@ DAYS = [f"2024-01-{day:02d}" for day in range(1, 21)]
     ("values", "kind"),
     [
         (DAYS, "date"),
-        ([*DAYS, *DAYS], "date"),
         ([*DAYS, "", None, "NULL", "soon"], "date"),
         ([*DAYS, "soon", "later"], None),
         (["2024-01-31 12:00", "31.01.2024"], "date"),
         (["01/02/2024", "02/03/2024"], None),
         (["01/02/2024", "02/13/2024"], "date"),
         ([20240131, 20240201, None], "date"),
-        (["20240131", "20240201"], "date"),
         ([20240131, 20241301, 20240201], "number"),
         ([1_706_659_200, 1_706_745_600, 1_706_800_000], "number"),
         ([datetime.date(2024, 1, 31), None, datetime.date(2024, 2, 1)], "date"),
-        ([datetime.datetime(2024, 1, 31, 12), datetime.datetime(2024, 2, 1)], "date"),
-        ([datetime.date(2024, 1, 31)] * 2, None),
         (["1995", "1996", "1995", "1996"], "id"),
     ],
 )
@@ -158,8 +135,6 @@ def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
     found = features.columns["released"].values
     assert found[:4].tolist() == [19_753, -0.5, NO_DATE, 19_753] and found[-1] == NO_DATE
     assert features.notes == [
-        "released: dates from 1969-12-31 to 2024-01-31 of 23 items; with --model.features released, a model sees their "
-        "age",
         "released: 1 value is no date and counts as missing, such as 'soon'",
     ]
     stated = RawColumn("released", "item", pa.array([1_706_659_200_000, None, 0]), "date")
@@ -173,7 +148,7 @@ def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
         ("item", ["soon", "later"], "s", "has the value 'soon', which is no date"),
         ("item", ["01/02/2024"], "s", "cannot be dates: it cannot be told which of the first two numbers is the month"),
         ("item", [3, 4], "s", "cannot be dates: are no dates (value:1: 3)"),
-        ("item", [[1.0]], "s", "has values of type list<item: double>, which are no dates"),
+        ("item", [[1.0]], "s", "of kind date has values of type list<item: double>: no dates"),
         ("item", DAYS, "", "has dates, but the times of the actions are none"),
         ("user", DAYS, "s", "is of users; kind date is the age of items at a request"),
     ],
@@ -276,25 +251,6 @@ def test_texts_that_are_no_numbers_are_said() -> None:
     assert made(RawColumn("price", "item", price)).notes == [
         "price: 3 values are no numbers and count as missing, such as 'on request'"
     ]
-    assert made(RawColumn("price", "item", pa.array(["1,299", "12", "2,500"]))).notes == [
-        "price: '1,299' is read as a whole number, the comma between thousands"
-    ]
-
-
-def test_numbers_that_are_no_one_column_are_said_to_be_ids() -> None:
-    texts = {
-        "mark": ["1.5", "2,5"] * 30,
-        "unit": ["$5", "€ 6"] * 30,
-        "code": ["a 1", "2,5"] * 30,
-        "fine": ["1,5", "2"] * 30,
-    }
-    columns = [RawColumn(name, "item", pa.array(of)) for name, of in texts.items()]
-    made = make_features(columns, pa.array([str(row) for row in range(60)]))
-    assert [feature.kind for feature in made.schema.features] == ["id", "id", "id", "id", "number"]
-    assert [note for note in made.notes if "so these are ids, no numbers" in note] == [
-        "mark: '2,5' and '1.5' differ in their decimal marks; so these are ids, no numbers",
-        "unit: values in $, €; so these are ids, no numbers",
-    ]
 
 
 def test_unused_columns_have_a_reason() -> None:
@@ -310,22 +266,15 @@ def test_unused_columns_have_a_reason() -> None:
         "same": "all values are the same",
         "unique": "most texts occur once; --embed takes them",
         "raw": "of type binary",
-        "ragged": "lists of different lengths",
+        "ragged": "lists that hardly come again",
     }
 
 
 def test_whole_numbers_are_the_same_however_they_are_written() -> None:
     """pandas writes 1995.0 for 1995 as soon as one year is missing."""
-    expected = made(RawColumn("year", "item", pa.array([1995, 2001, 1995, 2001])))
-    for values in (
-        ["1995.0", "2001.0", "1995.0", "2001.0", ""],
-        ["1995", "2001.", "1995.00", "2001.0", "NULL"],
-        [1995.0, 2001.0, 1995.0, 2001.0, None],
-        [1995.0, 2001.0, 1995.0, 2001.0, float("nan")],
-    ):
+    for values in (["1995", "2001.", "1995.00", "2001.0", "NULL"], [1995.0, 2001.0, 1995.0, 2001.0, float("nan")]):
         features = made(RawColumn("year", "item", pa.array(values)))
-        assert features.schema == expected.schema and features.vocabularies == expected.vocabularies
-        assert features.columns["year"].values[:4].tolist() == expected.columns["year"].values.tolist()
+        assert texts_of(features, "year") == ["1995", "2001", "1995", "2001", ""]
 
 
 def test_values_that_no_row_has_are_no_part_of_a_vocabulary() -> None:
@@ -358,19 +307,13 @@ def test_stated_kinds_of_sparse_features(values: pa.Array, kind: str, texts: lis
         (pa.array(["1", "2.5", ""]), "number", [1, 2.5, 1.75]),
         (pa.array(["1,5", "NULL", "2,5"]), "number", [1.5, 2, 2.5]),
         (pa.array([*(f"{n}.0" for n in range(1, 11)), "?!"]), "number", [*range(1, 11), 5.5]),
-        (pa.array([1, 3, None]), "number", [1, 3, 2]),
         (pa.array([True, False]), "number", [1, 0]),
         (pa.array([Decimal("1.50"), Decimal("2.50")]), "number", [1.5, 2.5]),
         (pa.array([1, 3], pa.date32()), "number", [1, 3]),
-        (pa.array([1, 3], pa.timestamp("s")), "number", [1, 3]),
-        (pa.array([1, 3], pa.time32("s")), "number", [1, 3]),
-        (pa.array([1, 3], pa.duration("us")), "number", [1, 3]),
         (pa.array([2**60 + 1, None, 2**62]), "number", [2**60, 5 * 2**59, 2**62]),
         (pa.array([2**63 + 1, 2**63], pa.uint64()), "number", [2**63, 2**63]),
         (pa.array([[2**60 + 1, 2]]), "vector", [[2**60, 2]]),
         (pa.array(["1|2", "", "3|5.5"]), "vector", [[1, 2], [2.875, 2.875], [3, 5.5]]),
-        (pa.array([[1, 2], [3, 4]]), "vector", [[1, 2], [3, 4]]),
-        (pa.array([[7.0], [8.0]]), "vector", [[7], [8]]),
     ],
 )
 def test_stated_kinds_of_numbers(values: pa.Array, kind: str, numbers: list[Any]) -> None:
@@ -380,24 +323,18 @@ def test_stated_kinds_of_numbers(values: pa.Array, kind: str, numbers: list[Any]
 @pytest.mark.parametrize(
     ("values", "kind", "message"),
     [
-        (pa.array(["1", "two"]), "number", "feature given has the value 'two', which is no number"),
-        (pa.array([[1.0]]), "number", "feature given has values of type list<.*>, which are no numbers"),
-        (pa.array([{"a": 1}]), "number", "which are no numbers"),
-        (pa.array([b"xy"], pa.binary(2)), "number", "given has the value 'xy', which is no number"),
-        (pa.array([b"\xff"], pa.binary(1)), "number", r"of type fixed_size_binary\[1\], which are no numbers"),
+        (pa.array(["1", "two"]), "number", "has the value 'two', which is no number"),
+        (pa.array([[1.0]]), "number", "of kind number has values of type list<.*>: no numbers"),
+        (pa.array([b"\xff"], pa.binary(1)), "number", r"of type fixed_size_binary\[1\]: no numbers"),
         (pa.array(["1,5", "2.5"]), "number", "the value '1,5', which is no number .'1,5' and '2.5' differ in"),
-        (pa.array([str(n) for n in range(30)] + ["x", "y"]), "number", "given has the value 'x', which is no number"),
-        (pa.array([["a"]]), "id", "feature given has lists of values: its kind can be ids or vector, not id"),
-        (pa.array([{"a": 1}]), "id", "given has values of type struct<.*>, which are no ids"),
-        (pa.array([[["a"]]]), "ids", "feature given has values of type list<.*>, which are no ids"),
+        (pa.array([["a"]]), "id", "of kind id has values of type list<.*>: no single ids"),
+        (pa.array([{"a": 1}]), "ids", "has values of type struct<.*>: no ids"),
         (pa.array([[1.0], [1.0, 2.0, 3.0]]), "vector", "has lists of 1, 3 numbers; a vector needs one width"),
-        (pa.array([[], None], pa.list_(pa.float32())), "vector", "feature given has lists of 0 numbers"),
-        (pa.array(["1|x"]), "vector", "feature given has the value 'x', which is no number"),
-        (pa.array([1.5]), "vector", "feature given has values of type double; a vector needs lists of numbers"),
+        (pa.array([1.5]), "vector", "has values of type double: no lists of numbers"),
     ],
 )
 def test_kinds_that_values_do_not_fit_are_named(values: pa.Array, kind: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^feature given .*{message}"):
         made(RawColumn("given", "item", values, kind))
 
 
@@ -425,12 +362,10 @@ def named(*names: tuple[str, Owner]) -> str:
     return " ".join(of.name for of in name_features([RawColumn(name, owner, pa.nulls(1)) for name, owner in names]))
 
 
-def test_names_are_made_to_fit() -> None:
+def test_names_are_made_to_fit_and_told_apart() -> None:
     names = named(("Average price ($)", "item"), ("2nd", "user"), ("größe", "item"), ("a.b", "event"))
     assert names == "Average_price _2nd größe a_b"
-
-
-def test_names_of_several_owners_and_of_the_dataset_are_told_apart() -> None:
+    # Of several owners, and of the dataset itself.
     names = named(("country", "item"), ("country", "user"), ("title", "user"), ("item", "event"), ("raw_id", "item"))
     assert names == "item_country user_country user_title event_item item_raw_id"
     with pytest.raises(ValueError, match="columns 'a b' and 'a-b' of items would both be feature a_b; rename one"):
@@ -463,9 +398,9 @@ def test_options_change_kinds_tables_owners_and_use() -> None:
     assert (shop.kind, shop.table, shop.owner, shop.values.to_pylist()) == ("id", "", "user", ["of user"] * 2)
     assert apply_options(COLUMNS, options(), "", of_owner) == COLUMNS
     # What is stated is wanted.
-    (number,) = [RawColumn("order", "event", pa.array([1, 2]), infer=False)]
-    assert not apply_options([number], options(), "", of_owner)[0].infer
-    assert apply_options([number], options(order=FeatureOptions(owner="event")), "", of_owner)[0].infer
+    number = RawColumn("order", "event", pa.array([1, 2]), None)
+    for stated, kind in ((options(), None), (options(order=FeatureOptions(owner="event")), "auto")):
+        assert apply_options([number], stated, "", of_owner)[0].kind == kind
 
 
 @pytest.mark.parametrize(
@@ -498,20 +433,14 @@ def test_columns_of_new_items_have_the_names_of_those_of_a_dataset() -> None:
     ("kind", "values"),
     [
         ("id", pa.array([True, None, False])),
-        ("id", pa.array([2.0, 3.0, None])),
         ("id", pa.array(["b", "", "a"])),
         ("ids", pa.array(["Action | Comedy", None, "Comedy|"])),
         ("ids", pa.array([["a", None, ""], None, ["b", "a"]])),
-        ("ids", pa.array([4, None, 5])),
         ("number", pa.array([Decimal("1.25"), None, Decimal("8.75")])),
-        ("number", pa.array([datetime.date(2000, 1, 1), None, datetime.date(2001, 1, 1)])),
         ("number", pa.array([1.5, float("nan"), float("inf")])),
-        ("number", pa.array(["1e3", "", "2"])),
         ("number", pa.array(["$1,299.00", "NULL", "$12.50"])),
-        ("id", pa.array(["NULL", "b", "a"])),
         ("ids", pa.array(["a|NULL", "NULL", "b|a"])),
         ("vector", pa.array([[1.0, float("nan")], None, [2.0, 3.0]])),
-        ("vector", pa.array(["1|2", "", "3|4"])),
     ],
 )
 def test_new_items_are_read_as_those_of_a_dataset(kind: str, values: pa.Array) -> None:

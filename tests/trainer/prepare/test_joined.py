@@ -136,8 +136,8 @@ def test_a_schema_that_does_not_fit_is_told(tmp_path: Path, schema: str, said: s
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([[{"row": 9, "weights": 1.0}]], "column interests has 9 at user_index 0; it must be from 0 to 3"),
-        ([[{"row": 1, "weights": -1.0}]], "column interests.weights has -1.0 at user_index 0; it must be a finite"),
+        ([[{"row": 9, "weights": 1.0}]], "column interests has 9; it must be from 0 to 3"),
+        ([[{"row": 1, "weights": -1.0}]], "column interests.weights has -1.0; it must be a finite"),
         ([[{"row": 1, "weight": 1.0}]], "column interests has lists of type struct<row: int64, weight: double>"),
         ([[1]], "column interests has lists of type int64, not structs of row, weights"),
     ],

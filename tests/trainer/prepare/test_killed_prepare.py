@@ -1,7 +1,6 @@
 """`prepare` killed at many moments."""
 
 import signal
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,21 +32,17 @@ def finished(source: Path, out: Path) -> dict[str, bytes]:
     return files_in(out)
 
 
-def kinds(moments: Iterable[float], before: Path | None, source: Path, folder: Path) -> Iterator[str]:
+def kinds(moments: Iterable[int], before: Path, source: Path, folder: Path) -> Iterator[str]:
     """What was there after each kill: the old dataset, the new one or none; nothing where the job had ended. Moments
-    are numbers of operations on files, or seconds. The next job gives the bytes of one that was never killed, and
-    nothing else is left."""
-    new, old = finished(source, folder / "new"), finished(before, folder / "old") if before else {}
-    for number, moment in enumerate(moments):
-        made = folder / str(number)
+    are numbers of operations on files. The next job gives the bytes of one that was never killed, and nothing else is
+    left."""
+    new, old = finished(source, folder / "new"), finished(before, folder / "old")
+    for moment in moments:
+        made = folder / str(moment)
         out = made / "out"
         made.mkdir()
-        if before:
-            job(before, out)
-        if isinstance(moment, float):
-            status = ended(job, source, out, after=moment)
-        else:
-            status = ended(killing_itself, job, moment, made, source, out)
+        job(before, out)
+        status = ended(killing_itself, job, moment, made, source, out)
         there = files_in(out)
         assert there in ({}, old, new) and status in (0, -signal.SIGKILL)
         if there:
@@ -65,16 +60,3 @@ def test_a_killed_prepare_leaves_the_old_or_the_new_dataset(tmp_path: Path, step
     after = [*kinds(moments, old, source, tmp_path)]
     assert after[0] == "old" and after[-1] == "new" and len(after) < len(moments)
     assert step > 1 or "none" in after, "between the two renames"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replaces", [True, False])
-def test_a_prepare_killed_at_any_time(tmp_path: Path, replaces: bool) -> None:
-    old, source = write_source(tmp_path / "old.csv", 200, 0), write_source(tmp_path / "new.csv", 50_000, 1)
-    # The first process takes seconds to start.
-    assert ended(job, old, tmp_path / "first") == 0
-    started = time.perf_counter()
-    assert ended(job, source, tmp_path / "whole") == 0
-    seconds = time.perf_counter() - started
-    moments = np.random.default_rng(0).uniform(0, 1.3 * seconds, 50).tolist()
-    assert len([*kinds(moments, old if replaces else None, source, tmp_path)]) > 20

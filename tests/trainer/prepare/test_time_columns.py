@@ -10,7 +10,6 @@ import pytest
 from reading import prepared, summary
 
 from logitmix.trainer.data.dataset import load_dataset
-from logitmix.trainer.prepare.config import PrepareOptions
 
 YEAR = 1_704_067_200
 """2024-01-01."""
@@ -74,12 +73,9 @@ def test_fractions_of_seconds_are_an_order_but_no_ties(tmp_path: Path) -> None:
 
 
 def test_ties_are_counted(tmp_path: Path) -> None:
-    _, lines, _ = of_times(tmp_path, {"a.csv": [1, 2, 2, 3], "b.csv": [1, 2, 2, 2], "c.csv": [1, 2], "d.csv": [7]})
-    assert lines == [
-        "times     1 to 7: an order, but no dates",
-        "          45.5% of the actions have the time of another one of their user, the last ones of 25.0% of the "
-        "users: they are in the order of the file",
-    ]
+    of_times(tmp_path, {"a.csv": [1, 2, 2, 3], "b.csv": [1, 2, 2, 2], "c.csv": [1, 2], "d.csv": [7]})
+    times = json.loads((tmp_path / "out" / "dataset.json").read_text())["times"]
+    assert (times["tied_actions"], times["users_that_end_tied"]) == (5, 1)
 
 
 def test_the_form_of_the_times(tmp_path: Path) -> None:
@@ -88,14 +84,6 @@ def test_the_form_of_the_times(tmp_path: Path) -> None:
     )
     assert kept == [YEAR + 30 * 86_400, YEAR + 31 * 86_400]
     assert said.startswith("a.csv:4: the timestamp 'soon' is not as --time-format '%d %b %y' says\n")
-
-
-@pytest.mark.parametrize(
-    ("form", "problem"), [("%H:%M", "has no year"), ("%Q", "is a bad directive"), ("%Y-%m %", "stray %")]
-)
-def test_a_form_that_cannot_be(form: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=rf"^--time-format '{form}'.*{problem}"):
-        PrepareOptions("table", "x.csv", time_format=form)
 
 
 def test_how_days_and_months_are_read_is_said(tmp_path: Path) -> None:

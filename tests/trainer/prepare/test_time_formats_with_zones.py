@@ -1,13 +1,10 @@
 """`--time-format` with a zone: RFC 2822, Twitter, the logs of web servers."""
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-from logitmix.trainer import api
 
 NOON = 1_690_027_200
 """2023-07-22T12:00:00Z."""
@@ -48,9 +45,3 @@ def test_other_names_of_zones_are_malformed(prepared: Callable[..., Any], machin
     found = prepared(text, time_format="%d %b %Y %H:%M:%S %Z", max_rejects=1.0)
     assert found.actions == {"u": [("a", NOON)]}
     assert found.description["rejected_lines"] == 2
-
-
-@pytest.mark.parametrize("form", ["%H:%M %z", "%Q", "%b %d %H:%M:%S %Z"])
-def test_a_form_that_tells_no_time_is_refused(form: str) -> None:
-    with pytest.raises(ValueError, match=f"^prepare: --time-format '{re.escape(form)}'"):
-        api.prepare("table", source="clicks.csv", time_format=form)

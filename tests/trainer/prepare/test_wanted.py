@@ -65,7 +65,6 @@ def test_no_user_has_that_of_the_next_one(dataset: Dataset) -> None:
     assert dataset.vocabulary(WANTED) == dataset.vocabulary(dataset_feature(dataset, "action").table)
 
 
-@pytest.mark.parametrize("name", ["acton", "rating", "query", "brand"])
-def test_it_is_an_id_of_the_actions(name: str, dataset: Dataset) -> None:
-    with pytest.raises(ValueError, match=f"model.wanted is {name}, which is no id of the actions.*: action"):
-        schema_of(dataset, wanted=name)
+def test_it_is_an_id_of_the_actions(dataset: Dataset) -> None:
+    with pytest.raises(ValueError, match=r"model.wanted is rating, which is no id of the actions.*: action"):
+        schema_of(dataset, wanted="rating")

@@ -421,9 +421,7 @@ def test_conditions_keep_actions(shop: Path) -> None:
         "min_item_actions": {"users": 0, "items": 0, "actions": 0},
         "min_user_actions": {"users": 0, "items": 0, "actions": 0},
     }
-    with pytest.raises(
-        ValueError, match=r"^--where seconds > 9 leaves none of the 6 actions; seconds is 3.5, 0.5, 4.5, for example$"
-    ):
+    with pytest.raises(ValueError, match=r"^--where seconds > 9 leaves none of the 6 actions$"):
         of_shop(shop, where=("seconds > 9",))
-    with pytest.raises(ValueError, match=r"no user has 9 or more actions \(there were 2 users with 3 actions\)"):
+    with pytest.raises(ValueError, match=r"no user has 9 or more actions \(there were 2 users with 3 actions, "):
         of_shop(shop, where=("action = click",), min_user_actions=9)
