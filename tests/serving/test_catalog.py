@@ -180,38 +180,6 @@ def test_a_model_of_ids_alone_has_other_titles_and_fewer_items(tmp_path: Path) -
     assert scores(after) == scores(before, None, [2])
 
 
-def test_an_export_says_which_changes_of_the_catalog_it_undoes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = small_model("dot", X, hindexer=False)
-    served = export_small(model, tmp_path / "served")
-    (tmp_path / "gone").write_text(f"{IDS[2]}\n")
-    (tmp_path / "t.csv").write_text("item,title\nnew 1,One\nnew 2,Two\n")
-    update_items(served, Catalog(str(tmp_path / "t.csv"), remove=str(tmp_path / "gone")))
-    capsys.readouterr()
-    export_small(model, served, overwrite=True)
-    assert capsys.readouterr().err == (
-        "this export lacks 2 items of the export before, such as 'new 1' and has 1 item that it had removed, such as "
-        f"'{IDS[2]}': --items and update-items change the catalog\n"
-    )
-    export_small(model, served, overwrite=True)
-    assert capsys.readouterr().err == ""
-
-
-def test_values_that_no_item_had_are_said(tmp_path: Path) -> None:
-    model = small_model("dot", X, schema=every_feature(X))
-    served, said = export_small(model, tmp_path / "served"), StringIO()
-    items = {of.name: of for of in model.tower.schema.of("item") if of.kind in ("id", "ids")}
-    cells = {"id": ["1", "new", None], "ids": [["1", "2"], ["new", "other", "1"], []]}
-    columns = {name: cells[of.kind] for name, of in items.items()}
-    pq.write_table(pa.table({"item": IDS[:3], **columns}), tmp_path / "t.parquet")
-    update_items(served, Catalog(str(tmp_path / "t.parquet")), Console(file=said))
-    words, counts = " ".join(said.getvalue().split()), {"id": "1 of 2", "ids": "2 of 4"}
-    assert {of.kind for of in items.values()} == {"id", "ids"}
-    for name, of in items.items():
-        assert f"{counts[of.kind]} values of {name} are not in the export, such as 'new'" in words
-
-
 def test_a_delta_follows_an_export_with_another_catalog(tmp_path: Path) -> None:
     model = small_model("mol", X, schema=every_feature(X))
     served, whole = (export_small(model, tmp_path / name) for name in ("served", "whole"))

@@ -1,6 +1,5 @@
 """How old the items are at each request decides, exactly: of an export, and of items that update-items adds."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,11 +86,6 @@ def test_items_are_added_with_dates_in_any_form(served: Path, tmp_path: Path, re
         table.write_text(f"item,released\na,{dates}\n")
         said = refusal("update-items", str(export), "--items", str(table))
         assert problem in said and "released" in said and (export / "manifest.json").read_bytes() == manifest
-
-
-def test_the_manifest_names_the_date(served: Path) -> None:
-    signature = json.loads((served / "manifest.json").read_text())["signature"]
-    assert signature["new_items"] == {"released": "date, as days since 1970; -1000000 for none"}
 
 
 def test_a_user_without_a_history_is_asked_at_the_time(tmp_path: Path) -> None:

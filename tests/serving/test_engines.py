@@ -4,7 +4,6 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from asking import ranked_rows
@@ -28,12 +27,6 @@ def vectors(indexed: Path) -> torch.Tensor:
     """Those of stage 1."""
     items = Retriever.load(indexed)._ranker.items
     return torch.cat([side for _, (side,) in items.all("hindexer", X)])
-
-
-def test_parquet_has_the_vectors_with_their_ids(indexed: Path, vectors: torch.Tensor) -> None:
-    table = pq.read_table(indexed / "hindexer.parquet")
-    assert table["item"].to_pylist() == list(range(X)) and table["id"].to_pylist() == Retriever.load(indexed).raw_ids[:]
-    assert table["vector"].to_pylist() == vectors.tolist()
 
 
 def assert_ranked(retriever: Retriever, ids: list[str], without: list[str]) -> None:

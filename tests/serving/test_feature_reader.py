@@ -67,14 +67,10 @@ def test_no_rows_have_the_right_shapes() -> None:
     ("owner", "record", "said"),
     [
         ("item", {"bran": 1}, "item 1: the model has no item feature 'bran' (did you mean brand?); there are: brand, "),
-        ("user", {"brand": 1}, "item 1: the model has no user feature 'brand'; there are: favorite"),
         ("item", {"brand": 1.5}, "item 1: feature brand is 1.5; it must be text or a whole number"),
-        ("item", {"brand": True}, "item 1: feature brand is True; it must be text or a whole number"),
         ("item", {"price": np.bool_(True)}, "item 1: feature price is"),
         ("item", {"tags": "a"}, "item 1: feature tags is 'a'; it must be a list"),
-        ("item", {"tags": [None, []]}, "item 1: feature tags is []; it must be text or a whole number"),
         ("item", {"price": "7"}, "item 1: feature price is '7'; it must be a finite number"),
-        ("item", {"price": float("nan")}, "item 1: feature price is nan; it must be a finite number"),
         ("item", {"image": [1]}, "item 1: feature image has 1 numbers; it must have 2"),
     ],
 )

@@ -178,13 +178,8 @@ def test_values_are_shown_to_who_asks(tmp_path: Path) -> None:
         expected = {name: str(value) if name == "since" else value for name, value in of.items() if value is not None}
         assert row["columns"] == expected
     assert all("columns" not in row for row in retriever.rows([IDS[3]], 5))
-    for values, shown in (
-        (pa.array([2.5, 3.0, None]), [2.5, 3, None]),
-        (pa.array(["2024-01-31T10:00:00", "2024-01-31T00:00:00"]), ["2024-01-31T10:00:00", "2024-01-31"]),
-        (pa.array([-86_400, 2**61], pa.timestamp("s")), ["1969-12-31", 2.0**61]),
-    ):
-        column = column_of("of", values)
-        assert [column.shown(item) for item in range(len(values))] == shown
+    column = column_of("of", pa.array([-86_400, 2**61, 36_000, None], pa.timestamp("s")))
+    assert [column.shown(item) for item in range(4)] == ["1969-12-31", 2.0**61, "1970-01-01T10:00:00", None]
 
 
 def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
@@ -197,10 +192,8 @@ def test_mistakes_are_those_of_a_request(tmp_path: Path) -> None:
             "the request: where 'prise < 5', at character 1: no column 'prise' (did you mean price?); there are: "
             "price, in_stock, category, since",
         )
-        status, answer = server.ask(asked | {"limit": {"kind": 3}})
-        assert status == 400 and answer["error"].startswith("the request: limit: no column 'kind'; there are: price,")
-        assert server.ask(asked | {"limit": {"category": 0}})[0] == server.ask(asked | {"limit": []})[0] == 400
-        assert server.ask(asked | {"where": 5})[0] == server.ask(asked | {"where": "x" * 10_001})[0] == 400
+        for wrong in ({"limit": {"kind": 3}}, {"limit": {"category": 0}}, {"where": 5}, {"where": "x" * 10_001}):
+            assert server.ask(asked | wrong)[0] == 400
         status, answer = server.ask(asked | {"where": "category = 'b b'"})
         assert status == 200 and {small_columns(X)["category"][IDS.index(row["id"])] for row in answer["items"]} == {
             "b b"

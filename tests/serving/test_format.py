@@ -209,21 +209,15 @@ def test_a_file_that_is_cut_missing_or_none_is_seen(
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "kind is 'another', not 'logitmix serving directory'": lambda m: m.update(kind="another"),
     "format_version is 1, and this logitmix reads 5": lambda m: m.update(format_version=1),
-    "a field surprise that": lambda m: m.update(surprise=1),
     "unknown key model.surprise": lambda m: m["model"].update(surprise=1),
-    "files has a field surprise that": lambda m: m["files"].update(surprise={}),
-    "files.README.md has no field sha256": lambda m: m["files"].update({"README.md": {"bytes": 1}}),
     "files has no field ids.safetensors": lambda m: m["files"].pop("ids.safetensors"),
     "files has no field items-00000-of-00002.safetensors": lambda m: m["files"].pop(FILES[2]),
-    "model.encoder is a section": lambda m: m["model"].update(encoder=3),
     "model.encoder.blocks is 0; it must be from 1 to 1,024": lambda m: m["model"]["encoder"].update(blocks=0),
     "its files have 40 items, and num_items is 41": lambda m: m.update(num_items=X + 1),
     "files has no field tables-00000-of-00001.safetensors": lambda m: m["files"].update(
         {"tables-00001-of-00002.safetensors": m["files"].pop(FILES[4])}
     ),
-    "its tensors of tower.safetensors are not those": lambda m: m["model"]["encoder"].update(blocks=3),
     "the tensors of its files are not those of its model ('own_row')": lambda m: m.update(item_cache=False),
-    "precision is 'fp8'; it must be one of fp32, ": lambda m: m.update(precision="fp8"),
     "its tensors of items-00000-of-00003.safetensors are not": lambda m: m.update(precision="bf16"),
     "its signature is not": lambda m: m["signature"]["outputs"].update(scores="F16"),
 }
@@ -293,16 +287,11 @@ OTHERS = "its tensors are not those of the manifest"
     ("name", "change", "message"),
     [
         (FILES[2], lambda of: of.update(table=of["table"][:-1].clone()), OTHERS),
-        (FILES[2], lambda of: of.update(table=of["table"].double()), OTHERS),
         (FILES[2], lambda of: of.update(surprise=torch.zeros(1)), OTHERS),
-        (FILES[2], lambda of: of.pop("table"), OTHERS),
         (FILES[3], lambda of: of["raw_ids.bounds"].sub_(1), "its raw_ids.bounds do not divide their data"),
-        (FILES[3], lambda of: of["raw_ids.bounds"][-1].add_(1), "its raw_ids.bounds do not divide their data"),
         (FILES[3], lambda of: of["titles.bounds"][3].add_(99), "its titles.bounds do not divide their data"),
         (FILES[3], lambda of: of["raw_ids.order"][3].fill_(X), "its raw_ids.order names texts that are not there"),
-        (FILES[3], lambda of: of["raw_ids.order"][3].fill_(-1), "its raw_ids.order names texts that are not there"),
         (FILES[6], lambda of: of["category.values"][3].fill_(X), "its category.values are no places of its texts"),
-        (FILES[6], lambda of: of["category.values"][3].fill_(-2), "its category.values are no places of its texts"),
         (FILES[6], lambda of: of["category.texts.order"][3].fill_(-1), "its category.texts.order names texts that are"),
         (FILES[6], lambda of: of["price.values"][3].fill_(math.inf), "its price.values are infinite"),
     ],
@@ -336,10 +325,8 @@ def test_tensors_of_another_model_are_refused(
     ("change", "message"),
     [
         (lambda tensors: tensors["tags.offsets"][3].add_(99), "its tags.offsets do not divide their values"),
-        (lambda tensors: tensors["tags.offsets"][-1].sub_(1), "its tags.offsets do not divide their values"),
         (lambda tensors: tensors["tags.values"][0].fill_(4), "its tags.values name rows that table tags does not have"),
         (lambda tensors: tensors["brand.values"][0].fill_(-1), "its brand.values name rows that table brand does not"),
-        (lambda tensors: tensors.pop("price.values"), OTHERS),
         (lambda tensors: tensors.update(table=tensors.pop("own_row")), OTHERS),
     ],
 )
@@ -397,24 +384,13 @@ def _stray_file(served: Path) -> Path:
 
 
 def _another_manifest(served: Path) -> Path:
-    for name in FILES[1:]:
-        (served / name).unlink()
+    shutil.rmtree(served)
+    served.mkdir()
     (served / "manifest.json").write_text('{"name": "a web page"}')
     return served / "manifest.json"
 
 
-def _no_manifest(served: Path) -> Path:
-    (served / "manifest.json").unlink()
-    return served / "ids.safetensors"
-
-
-def _a_file(served: Path) -> Path:
-    shutil.rmtree(served)
-    served.write_text("mine")
-    return served
-
-
-@pytest.mark.parametrize("make", [_stray_file, _another_manifest, _no_manifest, _a_file])
+@pytest.mark.parametrize("make", [_stray_file, _another_manifest])
 def test_overwrites_nothing_else(served: Path, make: Callable[[Path], Path]) -> None:
     kept = make(served)
     content = kept.read_bytes()

@@ -29,6 +29,7 @@ import pyarrow as pa
 import pytest
 import uvicorn
 from asking import answered
+from pydantic import TypeAdapter
 from small_models import every_feature, export_small, in_order, random_histories, raw_ids, small_model
 from waiting import until
 
@@ -38,6 +39,7 @@ from logitmix.modules.schema import Feature, Schema, Table
 from logitmix.serving import batcher as batcher_module
 from logitmix.serving import connection as connection_module
 from logitmix.serving import live as live_module
+from logitmix.serving import openapi
 from logitmix.serving import server as server_module
 from logitmix.serving import workers as workers_module
 from logitmix.serving.batcher import BATCH, Answered, Batcher, ClientGone, QueueFull
@@ -47,6 +49,7 @@ from logitmix.serving.connection import MAX_BODY, json_response
 from logitmix.serving.guards import Allowed, read_token
 from logitmix.serving.live import LiveExport, search
 from logitmix.serving.mapped import MappedFiles
+from logitmix.serving.metrics import PATHS
 from logitmix.serving.request import Options, Question, Request
 from logitmix.serving.retriever import Answer, Retriever, Row
 from logitmix.serving.server import make_app
@@ -606,20 +609,23 @@ def test_a_token_lets_in_who_has_it(folder: Path) -> None:
             assert status == 401 and b"www-authenticate: Bearer\r\n" in received
         for given in (f"Authorization: Bearer {TOKEN}", f"authorization: bearer  {TOKEN} "):
             assert asked_with(server, "/retrieve", "Host: here", given)[0] == 200
-        for path in ("/", "/healthz", "/readyz", "/static/page.js"):
-            assert server.status(path) == 200
-        for path in ("/metrics", "/items"):
-            assert server.status(path) == 401
+        assert server.status("/static/page.js") == 200
+        for path, methods in server.ask(b"", "GET", "/openapi.json")[1]["paths"].items():
+            for method, of in methods.items():
+                is_closed = of.get("security") == [{"token": []}]
+                assert is_closed == (path not in ("/", "/docs", "/openapi.json", "/healthz", "/readyz"))
+                with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+                    connection.request(method.upper(), path)
+                    assert (connection.getresponse().status == 401) == is_closed, path
         assert server.status("/metrics", {"Authorization": f"Bearer {TOKEN}"}) == 200
     assert TOKEN not in repr(Allowed(token=TOKEN))
 
 
 def test_tokens_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    with pytest.raises(ValueError, match=r"^--token-file \S+ cannot be read: "):
-        read_token(file)
-    for content in ("", "short", "two words of some length", "ÿ" * 20, f"{TOKEN}\n{TOKEN}"):
-        file.write_text(content)
+    for content in (None, "", "two words of some length", "ÿ" * 20, f"{TOKEN}\n{TOKEN}"):
+        if content is not None:
+            file.write_text(content)
         with pytest.raises(ValueError, match=r"^--token-file \S+ (must|cannot)"):
             read_token(file)
     file.write_text(f"{TOKEN}\n")
@@ -674,26 +680,16 @@ def test_answers_that_nobody_reads_are_bounded(silent: Running, monkeypatch: pyt
     assert silent.ask({**asked, "k": 2})[0] == 200
 
 
-def test_who_is_gone_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_gone_is_not_answered_and_makes_room_in_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher_module, "QUEUE", 2)
     retriever = NothingFound()
 
     async def asked() -> list[Any]:
         async with batching(retriever) as (batcher, _):
-            return await at_once(batcher, [question({}, k) for k in range(1, 4)], [bool, lambda: True, bool])
-
-    found = asyncio.run(asked())
-    assert retriever.batches == [[1, 3]]
-    assert [type(of) for of in found] == [Answered, ClientGone, Answered]
-
-
-def test_who_is_gone_makes_room_in_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "QUEUE", 2)
-
-    async def asked() -> list[Any]:
-        async with batching(NothingFound()) as (batcher, _):
-            return await at_once(batcher, [question({})] * 4, [bool, lambda: True, bool, bool])
+            return await at_once(batcher, [question({}, k) for k in range(1, 5)], [bool, lambda: True, bool, bool])
 
     assert [type(of) for of in asyncio.run(asked())] == [Answered, ClientGone, Answered, QueueFull]
+    assert retriever.batches == [[1, 3]]
 
 
 def test_files_that_are_written_to_while_they_are_served(
@@ -811,6 +807,21 @@ def test_pages_need_nothing_else(server: Running) -> None:
     # Nothing from data becomes markup.
     script, _ = server.get("/static/page.js")
     assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script) == []
+
+
+def test_openapi_describes_all_paths_entries_and_answers(server: Running) -> None:
+    found, operations = server.ask(b"", "GET", "/openapi.json")[1], list[Any]()
+    assert sorted(found["paths"]) == sorted(PATHS)
+    for methods in found["paths"].values():
+        operations += methods.values()
+    assert all(of["summary"] and of["description"] and [*of["responses"]] == ["200", "default"] for of in operations)
+    assert len({of["operationId"] for of in operations}) == len(PATHS)
+    assert found["components"]["schemas"].keys() >= {"Body", "Answer", "Row", "Why", "Error"}
+    for schema in found["components"]["schemas"].values():
+        assert all(each["description"] for each in schema["properties"].values())
+    for request in ({"history": ["id 7"], "explain": True}, {"user": {"age": 7}, "columns": True}):
+        answer = json.dumps(server.ask(request)[1])
+        TypeAdapter(openapi.Answer).validate_json(answer, strict=True, extra="forbid")
 
 
 def test_metrics(folder: Path) -> None:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from asking import ranked_rows
 from small_models import LENGTH, every_feature, export_small, random_histories, raw_ids, small_model
 from test_server import running
@@ -21,10 +20,8 @@ from logitmix.common.files import publish
 from logitmix.serving.cluster import Arguments, Shard, Shards, build
 from logitmix.serving.group import ShardsLost
 from logitmix.serving.live import LiveExport
-from logitmix.serving.ranking import Task
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
-from logitmix.serving.topk import NOTHING
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.catalog import Catalog
 from logitmix.trainer.export.update import update_items
@@ -142,23 +139,6 @@ def test_shards_answer_as_one_process_does(exports: dict[str, Path], name: str) 
         ranked_rows(export.retriever.recommend([{"user": {"age": "old"}}], 3))
     assert export.retriever.rows(["id 7"], 9) == Retriever.load(exports[name]).rows(["id 7"], 9)
     assert said == []
-
-
-def test_no_more_keys_than_stage_1_keeps_come_back_to_the_shards(
-    exports: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    returned: list[int] = []
-    stage_2 = Retriever.stage_2
-
-    def counted(of: Retriever, task: Task, keys_BN: torch.Tensor | None) -> torch.Tensor:
-        assert keys_BN is not None
-        returned.append(int((keys_BN != NOTHING).sum()))
-        return stage_2(of, task, keys_BN)
-
-    export = LiveExport(exports["cached"], print, front(handles([exports["cached"]] * 3), []))
-    monkeypatch.setattr(Retriever, "stage_2", counted)
-    export.retriever.rows(["id 7"], 9, stage1=40)
-    assert len(returned) == 3 and sum(returned) == 40
 
 
 @pytest.mark.parametrize("stage1", [None, 40])
