@@ -6,12 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import two_ranks
 
-from logitmix.comm.codec import Segment
-from logitmix.comm.config import CODECS
-from logitmix.common.plugins import load_plugins
 from logitmix.serving.retriever import Retriever
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "plugins"
@@ -80,25 +76,6 @@ def test_they_go_all_the_way(tmp_path: Path) -> None:
     )
     place = f"run/config.toml: the plugin {tmp_path}/int8.py is not there; give the place: --import PLACE/int8.py"
     assert two_ranks.command([*evaluate, *others, trust], tmp_path, status=2).splitlines()[-1] == f"logitmix: {place}"
-
-
-def rounded() -> None:
-    """By the codec of int8.py: two tables, each row of which has its own scale."""
-    load_plugins([str(EXAMPLES / "int8.py")])
-    codec, layout = CODECS["forward"].find("int8"), (Segment("a", 5), Segment("b", 3))
-    rows = torch.randn(7, 8) * torch.tensor([100.0] * 5 + [0.1] * 3)
-    rows[3, 6] = torch.nan
-    encoded, decoded = torch.zeros(7, codec.row_bytes(layout), dtype=torch.uint8), torch.zeros(7, 8)
-    codec.encode(rows, layout, encoded, None)
-    codec.decode(encoded, layout, decoded)
-    assert decoded[3, 5:].isnan().all()
-    for of in (slice(0, 5), slice(5, 8)):
-        error = (decoded[:, of] - rows[:, of]).abs().nan_to_num()
-        assert (error <= rows[:, of].nan_to_num().abs().amax(1, keepdim=True) / 127 / 2 + 1e-6).all() and error.any()
-
-
-def test_the_codec_rounds_each_table_by_itself() -> None:
-    two_ranks.run(rounded, world_size=1)
 
 
 def test_each_is_short_and_says_how_to_use_it() -> None:

@@ -83,33 +83,6 @@ def test_an_ablation_is_mol_but_for_what_it_leaves_out() -> None:
         assert changed["mol-quarter-negatives"] == {name: count for name, count in loss.items() if count}
 
 
-def test_other_similarities_start_from_the_dot_product_with_their_encoder() -> None:
-    cell = paper.Cell
-    assert cell("ml-1m", "mol", 2).start == cell("ml-1m", "dot", 2)
-    assert cell("ml-100k", "hstu+mol", 0).start == cell("ml-100k", "hstu+dot", 0)
-    assert cell("ml-1m", "hstu+mol 8x8", 0).start == cell("ml-1m", "hstu+dot", 0)
-    assert cell("ml-1m", "neumf", 1).start == cell("ml-1m", "dot", 1)
-    assert all(cell(*of, 0).start is None for of in (("demo-features", "mol 8x4"), ("ml-1m", "dot"), ("ml-1m", "bce")))
-
-
-@pytest.mark.parametrize("kept", [False, True])
-def test_the_run_that_mol_starts_from_is_trained_again_where_only_its_result_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
-) -> None:
-    trained = []
-    monkeypatch.setattr(paper, "logitmix", lambda *words: trained.append(Path(words[-1]).name))
-    monkeypatch.setattr(paper, "collected", lambda run, recipe: {})
-    options = paper.Options(out=str(tmp_path / "runs"), results=str(tmp_path))
-    (tmp_path / "ml-1m-dot-1.json").write_text(json.dumps({"kept": True}))
-    if kept:
-        refit = tmp_path / "runs/ml-1m-dot-1/refit"
-        refit.mkdir(parents=True)
-        (refit / "results.json").touch()
-    paper.result(paper.Cell("ml-1m", "mol", 1), options)
-    assert trained == ([] if kept else ["ml-1m-dot-1"]) + ["ml-1m-mol-1"]
-    assert json.loads((tmp_path / "ml-1m-dot-1.json").read_text()) == {"kept": True}
-
-
 def test_an_interrupted_cell_saves_its_step_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that gets Ctrl-C with the benchmark, and takes a while to save."""
     child = tmp_path / "child"

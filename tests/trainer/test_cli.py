@@ -1,7 +1,6 @@
 """The words of `logitmix train`: the settings that there are depend on the kinds of similarity and encoder."""
 
 import contextlib
-import gc
 import re
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from logitmix.modules.config import (
 from logitmix.trainer import cli
 from logitmix.trainer.commands import doctor, recipe_help, retrieve
 from logitmix.trainer.commands.evaluate import show_metrics
-from logitmix.trainer.commands.options import importing
 from logitmix.trainer.config import Config, dump_toml, flatten, load_recipe, with_settings
 
 DEMO = load_recipe("demo-mol").model.similarity
@@ -226,19 +224,6 @@ def test_a_broken_plugin_ends_no_command_that_does_without_it(
     assert said.out.startswith("broken  plugins      the installed plugin own is broken: ") and not said.err
 
 
-def test_garbage_is_collected_but_for_that_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    with importing():
-        assert gc.isenabled(), "torch is loaded already"
-    monkeypatch.delitem(sys.modules, "torch")
-    try:
-        with importing():
-            assert not gc.isenabled()
-        assert gc.isenabled() and gc.get_freeze_count()
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -250,7 +235,6 @@ def test_garbage_is_collected_but_for_that_of_imports(monkeypatch: pytest.Monkey
         (f"train demo-mol --train.keep {'9' * 5000}", "--train.keep: a number has more than 4300 digits; see"),
         ("prepare tabel", "no data format named 'tabel' (did you mean table?); there are:"),
         ("train demo-mol --train.eopchs 3", "unknown option --train.eopchs (did you mean --train.epochs?); see"),
-        ("train auto --no-train.refit", "unknown option --no-train.refit (did you mean --train.no-refit?); see"),
         ("train demo-mol --zzz 3 --data.pth x", "unknown option --zzz; see logitmix train demo-mol --help"),
         (
             "train demo-mol more",

@@ -137,21 +137,6 @@ def test_an_evaluation_that_is_made_again_counts_once(tmp_path: Path, monkeypatc
     assert evaluated(run) == [row["step"] for row in read_rows(run, "peeked")] == [4, 8, 12]
 
 
-def test_a_peek_that_a_signal_has_ended_is_made_again(tmp_path: Path) -> None:
-    """Without a validation part too, where it is the only evaluation; also once the run has ended."""
-    settings = {"train.epochs": 1, "evaluate.peek_test": True, "data.validation": False, "train.precision": "fp32"}
-    config, run = small_config(write_dataset(tmp_path / "data"), settings), tmp_path / "run"
-    undisturbed = in_metrics(train(config, tmp_path / "undisturbed"))
-    stop_in_evaluation(config, run)
-    for _ in range(2):
-        assert in_metrics(train(config, run)) == undisturbed and "peeked/hr@10" in undisturbed
-        assert [row["step"] for row in read_rows(run, "peeked")] == [4]
-
-
-def in_metrics(results: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in results.items() if "second" not in name}
-
-
 def with_slow_evaluations(config: Config, run: Path, seconds_by_rank: Sequence[float]) -> dict[str, float]:
     """Trains by a clock on which an evaluation takes so many seconds, and all else next to nothing."""
     now, evaluate = [0.0], Evaluation.__call__

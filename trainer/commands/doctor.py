@@ -25,20 +25,16 @@ work."""
 MATCHING = {"2.11": "1.6", "2.13": "1.8"}
 """Versions of torchrec and FBGEMM that have been run, by torch's."""
 OPTIONAL = {
-    "tensorboard": (("tensorboard",), "train writes curves for it", "pip install tensorboard"),
-    "MLflow": (("mlflow",), "train --train.loggers mlflow", "pip install mlflow"),
-    "W&B": (("wandb",), "train --train.loggers wandb", "pip install wandb"),
-    "torchx": (("torchx",), "it starts jobs on clusters", "pip install torchx"),
-    "server": (
-        ("fastapi", "fastapi_swagger", "uvicorn", "prometheus_client"),
-        "serve",
-        "pip install fastapi fastapi-swagger uvicorn prometheus-client",
-    ),
-    "faiss": (("faiss",), "export --faiss", "pip install faiss-cpu"),
-    "ONNX": (("onnx", "onnxscript"), "export --onnx", "pip install onnx onnxscript"),
-    "S3": (("s3fs",), "URLs that begin with s3://", "pip install s3fs"),
+    "tensorboard": ("tensorboard", "train writes curves for it", "tensorboard"),
+    "MLflow": ("mlflow", "train --train.loggers mlflow", "mlflow"),
+    "W&B": ("wandb", "train --train.loggers wandb", "wandb"),
+    "torchx": ("torchx", "it starts jobs on clusters", "torchx"),
+    "server": ("fastapi fastapi_swagger uvicorn prometheus_client", "serve", "'logitmix[serve]'"),
+    "faiss": ("faiss", "export --faiss", "faiss-cpu"),
+    "ONNX": ("onnx onnxscript", "export --onnx", "onnx onnxscript"),
+    "S3": ("s3fs", "URLs that begin with s3://", "s3fs"),
 }
-"""Modules that not all need, what for, and how to get them."""
+"""Modules that not all need, what for, and the packages that pip installs."""
 INSTALL = "docs/install.md"
 SECONDS = 60
 
@@ -83,12 +79,11 @@ def examine() -> Iterator[Finding]:
     yield (gpus := _gpus())
     if libraries.state == "ok" and gpus.state != "broken":
         yield _ranks()
-    for subject, (modules, used, remedy) in OPTIONAL.items():
-        missing = [module for module in modules if find_spec(module) is None]
-        if missing:
-            yield Finding(subject, "absent", f"no {', '.join(missing)}: {used}", remedy)
+    for subject, (modules, used, packages) in OPTIONAL.items():
+        if missing := [module for module in modules.split() if find_spec(module) is None]:
+            yield Finding(subject, "absent", f"no {', '.join(missing)}: {used}", f"pip install {packages}")
         else:
-            yield Finding(subject, "ok", ", ".join(modules))
+            yield Finding(subject, "ok", modules)
 
 
 def meet() -> None:

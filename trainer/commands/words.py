@@ -81,7 +81,7 @@ def _problem(event: _errors.ParseErrorEvent, kind: type, command: str) -> str:
     match event:
         case _errors.UnrecognizedArgs(tokens=[word, *_]) if word.startswith("-"):
             flag = word.partition("=")[0]
-            return f"unknown option {flag}{_meant(flag, flags_of(kind))}; {see}"
+            return f"unknown option {flag}{nearest(flag, flags_of(kind))}; {see}"
         case _errors.UnrecognizedArgs(tokens=[word, *_]):
             return f"unknown word {word}; a flag takes one value, and several as a,b; {see}"
         case _errors.MissingArgs(missing_arguments=missing):
@@ -105,14 +105,6 @@ def _problem(event: _errors.ParseErrorEvent, kind: type, command: str) -> str:
             needs = "a whole number" if number[1].startswith("invalid") else "a number"
             return f"{argument.display_name()} is {number[2]}; it must be {needs}; {see}"
     raise AssertionError(f"tyro {tyro.__version__} has an error that the command line does not know: {event}")
-
-
-def _meant(flag: str, known: list[str]) -> str:
-    """Says which flag is near; of a switch the one that turns it off, for --no-section.name."""
-    near = nearest(flag, known)
-    section, _, name = flag.removeprefix("--no-").rpartition(".")
-    off = f"--{section}.no-{name}"
-    return f" (did you mean {off}?)" if flag.startswith("--no-") and off in known else near
 
 
 def parts(flag: str, text: str) -> list[str]:

@@ -20,8 +20,6 @@ from logitmix.trainer.commands.miniature import Work
 from logitmix.trainer.commands.plan import USAGE, Arguments, JobPlan, plan_job
 from logitmix.trainer.commands.recipe import of_recipe
 from logitmix.trainer.commands.step_time import (
-    ALL_REDUCE,
-    ALL_TO_ALL,
     GPU,
     GPUS,
     LAUNCH,
@@ -230,17 +228,6 @@ def test_the_time_of_a_step() -> None:
     # The sum of gradients takes less than half of the device's work, so it is hidden.
     rows = expected["rows within a host"] + expected["rows between hosts"] + expected["latency of all-to-alls"]
     assert found.total == pytest.approx(device + rows)
-
-
-def test_collectives_take_longer_among_more_ranks() -> None:
-    least, nvlink, network = ALL_TO_ALL
-    assert all_to_all_latency(1, 1) == all_reduce_latency(1, 1) == 0
-    assert all_to_all_latency(8, 8) == pytest.approx(least + nvlink)
-    assert all_to_all_latency(1024, 8) == pytest.approx(least + network + 1016e-6)
-    least, nvlink, network = ALL_REDUCE
-    assert all_reduce_latency(8, 8) == pytest.approx(least + 14 * nvlink)
-    # 128 hosts are a tree of 7 levels, up and down.
-    assert all_reduce_latency(1024, 8) == pytest.approx(least + 14 * nvlink + 14 * network)
 
 
 @pytest.mark.long
