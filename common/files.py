@@ -16,16 +16,14 @@ from typing import Any, TextIO
 
 from logitmix.common.mappings import brief, plainly
 
-_KINDS = {
-    stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
-    stat.S_IFDIR: "folder",
-}  # fmt: skip
-
 
 def other_kind(path: Path) -> str:
-    """What is at this path instead of a file: "pipe", "socket", "device" or "folder"; "" for a file. OSError if there
+    """What is at this path instead of a file: "folder", "pipe", or "device or socket"; "" for a file. OSError if there
     is nothing."""
-    return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "")
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return ""
+    return "folder" if stat.S_ISDIR(mode) else "pipe" if stat.S_ISFIFO(mode) else "device or socket"
 
 
 def file_stamp(file: Path) -> tuple[int, int, int] | None:

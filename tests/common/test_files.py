@@ -2,7 +2,6 @@ import hashlib
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,10 +48,8 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.relpath(tmp_path / "socket"))
-    places = {tmp_path / kind: kind for kind in ("pipe", "folder", "socket")}
-    for path, kind in (places | {Path("/dev/zero"): "device", tmp_path / "link": "pipe"}).items():
+    places = {tmp_path / kind: kind for kind in ("pipe", "folder")}
+    for path, kind in (places | {Path("/dev/zero"): "device or socket", tmp_path / "link": "pipe"}).items():
         for read in (file_digest, Checked("a", 1).read, files.require_tensors):
             with pytest.raises(ValueError, match=f"^{path} is a {kind}, not a file$"):
                 read(path)

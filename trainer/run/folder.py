@@ -205,9 +205,7 @@ def recorded_dataset(run: Path) -> str:
 
 def _read(run: Path, name: str) -> str:
     if not (run / name).exists():
-        within = sorted(run.glob("*/config.toml"))
-        give = f"one of those within, such as {within[0].parent}" if within else "one that `logitmix train` made"
-        raise ValueError(f"{run} is not a run directory (it has no {name}); give {give}")
+        raise ValueError(f"{run} is not a run directory (it has no {name}); give one that `logitmix train` made")
     return read_text(run / name)
 
 

@@ -266,7 +266,5 @@ def test_what_is_no_run_is_told_in_one_line(tmp_path: Path, data: Path) -> None:
     with pytest.raises(ValueError, match="is not a run directory"):
         checkpoint.load_saved(tmp_path)
     run = new_run(tmp_path, "run", small_config(data))
-    with pytest.raises(ValueError, match=r"\(it has no config.toml\); give one of those within, such as .*run$"):
-        checkpoint.load_saved(tmp_path)
     with pytest.raises(ValueError, match="no complete checkpoint yet; train it first"):
         checkpoint.load_saved(run)

@@ -120,7 +120,6 @@ COMMANDS = [
     "evaluate {run}",
     "export {run} --out {out}",
     "export {run} --delta-from {served} --out {out}",
-    "recommend {run} --out {out}.csv",
     "plan {run}/config.toml",
     "train {run}/config.toml --run {run}",
     "train --refit {run}",
@@ -155,24 +154,6 @@ def test_no_command_imports_what_a_run_names(
     line = said.splitlines()[-1]
     assert line.startswith("logitmix: ") and f"{naming['run']}/config.toml names a plugin" in line and flags in line
     assert not (tmp_path / "canary").exists()
-
-
-def test_what_a_run_names_is_imported_if_the_command_line_says_so(
-    naming: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, canary, module = naming["run"], tmp_path / "canary", "beside_it"
-    for words in (["--import", str(run / "within.py"), "--import", module], ["--trust-plugins"]):
-        monkeypatch.setattr(plugins, "_loaded", {})
-        sys.modules.pop(module, None)
-        cli.main(["plan", f"{run}/config.toml", "--world-size", "2", "--device", "cpu", *words])
-        assert canary.exists()
-        canary.unlink()
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2:] == [
-        f"--trust-plugins: importing the plugin {name}, which {run}/config.toml names"
-        for name in (run / "within.py", module)
-    ]
-    del sys.modules[module]
 
 
 def test_a_report_of_a_run_imports_nothing(

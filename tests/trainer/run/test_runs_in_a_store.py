@@ -210,6 +210,22 @@ def test_an_upload_that_fails_drops_no_checkpoint(
     assert saved(saver) == ["step-1", "step-2"]
 
 
+def test_nothing_is_removed_during_an_upload(memory: Memory, savers: Callable[..., Saver]) -> None:
+    saver, during = savers(), []
+
+    def slow(*_: object) -> bool:
+        until(lambda: bool(during) or len(saved(saver)) == 2)
+        during.append(saved(saver))
+        return False
+
+    with memory.watched(slow):
+        saver.save(RunProgress(1), wait=False)
+        while not saver._upload:
+            saver.poll()
+        assert saver.save(RunProgress(2))
+    assert during[0] == ["step-1", "step-2"] and saved(saver) == ["step-2"]
+
+
 @pytest.mark.parametrize(("fails", "said"), [("put_file", RUN), ("", f"^{RUN} could not be read")])
 def test_where_the_store_takes_nothing_or_does_not_answer_no_step_is_trained(
     bucket: Memory, fails: str, said: str

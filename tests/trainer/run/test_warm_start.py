@@ -188,7 +188,7 @@ def with_unit(path: Path, unit: str | None) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model.dim": 16}, "do not fit: model.dim was 8, is 16"),
+        ({"model.encoder.blocks": 3}, "do not fit: model.encoder.blocks was "),
         ({"tables.dim": 4}, "do not fit: tables.dim was 0, is 4"),
         # The shapes of all weights are the same.
         ({"model.encoder.heads": 4}, "do not fit: model.encoder.heads was 1, is 4"),
