@@ -175,13 +175,14 @@ class Tower(nn.Module):
 
     def query_sides(self, query: Embedded) -> Sides:
         """Returns both stages' side of queries, for inference: tuples of tensors [B, ...]."""
-        number_B = torch.arange(len(query.vector_RD), device=query.vector_RD.device)
+        # len() would make the number a constant of an exported program, here and below.
+        number_B = torch.arange(query.vector_RD.shape[0], device=query.vector_RD.device)
         hindexer = None if self.hindexer is None else self.hindexer.query_side(query, number_B)
         return Sides(self.similarity.query_side(query, number_B), hindexer)
 
     def item_sides(self, item: Embedded) -> Sides:
         """Returns both stages' side of items, which serving caches: tuples of tensors [V, ...]."""
-        number_V = torch.arange(len(item.vector_RD), device=item.vector_RD.device)
+        number_V = torch.arange(item.vector_RD.shape[0], device=item.vector_RD.device)
         hindexer = None if self.hindexer is None else self.hindexer.item_side(item, number_V)
         return Sides(self.similarity.item_side(item, number_V), hindexer)
 
