@@ -11,7 +11,7 @@ from small_models import export_small, small_model
 
 from logitmix.serving.request import Request
 from logitmix.serving.retriever import Retriever
-from logitmix.trainer.export.indexes import INDEXES, to_qdrant
+from logitmix.trainer.export.indexes import INDEXES
 
 X = 300
 
@@ -48,29 +48,3 @@ def test_the_retriever_ranks_the_candidates_of_faiss(indexed: Path) -> None:
     _, (items,) = index.search(queries, 40, params=search)
     assert len(set(items)) == 40 and set(items) <= set(fits)
     assert_ranked(retriever, [retriever.raw_ids[int(item)] for item in items], [retriever.raw_ids[int(items[0])]])
-
-
-def test_the_retriever_ranks_the_candidates_of_qdrant(indexed: Path, vectors: torch.Tensor, tmp_path: Path) -> None:
-    pytest.importorskip("qdrant_client", exc_type=ImportError)
-    from qdrant_client import QdrantClient, models
-
-    retriever, client = Retriever.load(indexed), QdrantClient(":memory:")
-    (query,) = retriever.query_sides([{"history": [retriever.raw_ids[7]]}])["hindexer.0"].tolist()
-    to_qdrant(indexed, client, "items", ({"even": item % 2 == 0} for item in range(X)))
-    even = models.Filter(must=[models.FieldCondition(key="even", match=models.MatchValue(value=True))])
-    found = client.query_points("items", query=query, query_filter=even, limit=40).points
-    expected = (vectors[::2] @ torch.tensor(query)).topk(40).indices * 2
-    assert {point.id for point in found} == set(expected.tolist())
-    ids = [point.payload["id"] for point in found if point.payload]
-    assert_ranked(retriever, ids, ids[:2])
-    # Another export takes its place under the same name, and so does the same one.
-    other = export_small(small_model("dot", 20, seed=3), tmp_path / "other")
-    for directory, count in ((other, 20), (other, 20), (other, 20), (indexed, X)):
-        to_qdrant(directory, client, "items", stage="similarity")
-        assert client.count("items").count == count and len(client.get_collections().collections) == 1
-    with pytest.raises(ValueError, match=r"there are 1 payloads for 20 items of .*; give one for each"):
-        to_qdrant(other, client, "items", [{}])
-    with pytest.raises(ValueError, match="has no vectors of the stage similarity; there are: hindexer"):
-        to_qdrant(export_small(small_model("mol", 20), tmp_path / "mol"), client, "items", stage="similarity")
-    assert client.count("items").count == X
-    client.close()

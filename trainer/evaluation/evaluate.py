@@ -16,7 +16,6 @@ from rich.console import Console
 
 from logitmix.comm.collectives import on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
-from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 from logitmix.launch.processes import end_lost, require_threads
 from logitmix.modules.config import ModelConfig, sees_times
@@ -51,8 +50,6 @@ from logitmix.trainer.run.stages import chosen_run, final_run
 
 SAMPLE = 0
 """The seed of samples of users: one for all runs, which are compared by the same users."""
-FEW = 30
-"""Users below which metrics say little: the 95 % interval of a hit rate is then up to +- 0.18."""
 RECOMMENDED = 10
 """Items at the top of a user's ranking that count as recommended."""
 RECALL_OF = (10, 100)
@@ -145,9 +142,6 @@ class Evaluation:
         self._of_whole = held_out(data, self.whole)
         self.held_out = within(self._of_whole, dataset)
         self.exclude_history = excludes_history(options.exclude_history, data, dataset, self.said)
-        count = {split: int((of >= 0).sum()) for split, of in self._of_whole.targets.items()}
-        if few := [f"{counted(users, 'user')} in {split}" for split, users in count.items() if users < FEW]:
-            tell(self.said, f"metrics are of {' and '.join(few)}: of so few, most of a difference is chance")
 
     def __call__(self, split: Split, tower: Tower, tables: Mapping[str, ShardedRows]) -> dict[str, float]:
         """The metrics of a split; collective, and equal on all ranks."""

@@ -7,7 +7,6 @@ Axes: X items, N items of a table, C of which change, S shards of the export.
 
 import os
 import shutil
-import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -118,14 +117,6 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
     if TITLE in columns and f"item_{TITLE}" in features:
         columns[f"item_{TITLE}"] = columns[TITLE]
     place_N = np.array(contents.raw_ids.places(ids), np.int64)
-    new = [raw_id for raw_id, place in zip(ids, place_N, strict=True) if place == ABSENT]
-    if table and table.first_column and table.columns and not columns.keys() & used and len(new) == len(ids):
-        raise ValueError(
-            f"{catalog.items}: has no column {catalog.id_column}, nor {', '.join(sorted(used))}, and none of its ids, "
-            f"such as {next(iter(ids), 'none')}, is in the export; give a table of items with --items"
-        )
-    if said and (line := _alike(new, contents)):
-        tell(said, line)
     stays_X = _stays(contents, catalog, ids, place_N, said)
     # New items come last.
     place_N[place_N == ABSENT] = every
@@ -199,20 +190,6 @@ def _columns_of(
     row_of = {raw_id: row for row, raw_id in enumerate(table.ids.to_pylist())}
     rows = pa.array(row_of.values(), pa.int64())
     return {names[column]: values.take(rows) for column, values in table.columns.items()}, list(row_of)
-
-
-def _alike(new: Sequence[str], contents: Contents) -> str:
-    """A line if new ids differ from one in the export by blanks, case or how Unicode composes a letter alone."""
-    found: dict[str, str] = {}
-    for vary in (str, str.lower, str.upper):
-        varied = [vary(unicodedata.normalize("NFC", raw_id).strip()) for raw_id in new]
-        places = contents.raw_ids.places(varied)
-        found |= {raw_id: of for raw_id, of, place in zip(new, varied, places, strict=True) if place != ABSENT}
-    if not found:
-        return ""
-    of = f"{len(found):,} of {len(new):,} new ids {'differs' if len(found) == 1 else 'differ'} from one in the export"
-    one, other = next(iter(found.items()))
-    return f"{of} only by blanks, case or Unicode's forms, such as {one!r} and {other!r}: they count as different"
 
 
 def _stays(

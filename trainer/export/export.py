@@ -24,7 +24,6 @@ from rich.console import Console
 from logitmix.comm.collectives import on_all_ranks, on_first_rank, on_first_rank_at_length
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.files import clean_up, held_alone, in_turn, naming, only_writer, publish, staging_path
-from logitmix.common.mappings import counted
 from logitmix.common.messages import say
 from logitmix.common.storage import alone, fetch_names
 from logitmix.modules.config import ModelConfig
@@ -44,7 +43,7 @@ from logitmix.trainer.data.limited import held_out, limited, said_of_limit
 from logitmix.trainer.data.lookups import values_of
 from logitmix.trainer.evaluation.evaluate import excludes_history
 from logitmix.trainer.export.card import Facts, read_facts, write_card
-from logitmix.trainer.export.catalog import Catalog, as_arrow, in_order, in_words, planned, texts_of, write_planned
+from logitmix.trainer.export.catalog import Catalog, in_order, in_words, planned, texts_of, write_planned
 from logitmix.trainer.export.columns import dataset_columns, filter_columns
 from logitmix.trainer.export.indexes import INDEXES, check_index, write_index
 from logitmix.trainer.export.programs import check_onnx, check_programs, write_onnx, write_programs
@@ -252,8 +251,6 @@ def export_model(
                 examples = [name for name in dataset.raw_ids()[:3].to_pylist() if name]
                 entries |= write_card(staging, about, entries, facts, examples)
             manifest = writer.write_manifest(staging, about, entries)
-            if out.exists() and not (catalog and catalog.only) and (line := _undone(out, staging)):
-                say(line)
             with in_turn(out):
                 writer.check_target(out, overwrite)
                 publish(staging, out, writer.kept(out, keep, staging))
@@ -266,24 +263,6 @@ def export_model(
         raise
     finally:
         held.close()
-
-
-def _undone(out: Path, staging: Path) -> str:
-    """What `update-items` did to the export that is replaced and is not in this one; empty if there is nothing."""
-    try:
-        (before, count), (now, left) = reader.read_ids(out), reader.read_ids(staging)
-    except (ValueError, OSError):  # A damaged export may be replaced.
-        return ""
-    # As arrays: there may be many.
-    here_X = pc.is_in(as_arrow(before), value_set=as_arrow(now)[:left]).to_numpy(zero_copy_only=False)
-    (lost,), (back,) = (~here_X[:count]).nonzero(), here_X[count:].nonzero()
-    parts = []
-    if len(lost):
-        parts.append(f"lacks {counted(len(lost), 'item')} of the export before, such as {before[int(lost[0])]!r:.80}")
-    if len(back):
-        example = before[count + int(back[0])]
-        parts.append(f"has {counted(len(back), 'item')} that it had removed, such as {example!r:.80}")
-    return f"this export {' and '.join(parts)}: --items and update-items change the catalog" if parts else ""
 
 
 def _require_exportable(about: About, extras: Collection[Extra]) -> None:
@@ -308,15 +287,12 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
 def about_new_items(about: About) -> str:
     """Why items that are added to an export may hardly be recommended; empty where nothing speaks against it. Without
     dropout it depends on how much the features say (benchmarks/notes/features.md)."""
-    why, flags = "was trained without item-id dropout, so new items may", ""
-    if not about.schema.of("item"):
-        why, flags = (
-            "uses no features of items, so to it all new items are the same, and they will",
-            "--model.features and ",
-        )
-    elif about.model.item_id_dropout > 0:
+    if about.schema.of("item") and about.model.item_id_dropout > 0:
         return ""
-    return f"the model {why} hardly be recommended: train with {flags}--model.item-id-dropout 0.1"
+    return (
+        "the model knows items by their ids, so new ones may hardly be recommended: train with --model.features of the "
+        "items and --model.item-id-dropout 0.1"
+    )
 
 
 def write_extras(staging: Path, about: About, entries: Entries, extras: Collection[Extra]) -> Entries:

@@ -1,13 +1,13 @@
-"""The items' vectors of an export for other engines of nearest neighbors: flat indexes of faiss, a Parquet file for
-engines that load their own, and Qdrant.
+"""The items' vectors of an export for other engines of nearest neighbors: flat indexes of faiss, and a Parquet file
+for engines that load their own.
 
 Axes: N items of a chunk, X items, H width of a vector.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,12 +17,8 @@ from torch import Tensor
 from logitmix.modules.config import ModelConfig
 from logitmix.serving.directory import writer
 from logitmix.serving.directory.format import Contents, Entries
-from logitmix.serving.directory.reader import read
 from logitmix.serving.items import Items, Stage, shard_of
 from logitmix.serving.model import trained_tower
-
-if TYPE_CHECKING:
-    from qdrant_client import QdrantClient
 
 CHUNK_ITEMS = 2**16
 """Items added to an index at once."""
@@ -83,46 +79,6 @@ def write_index(kind: Index, staging: Path, contents: Contents) -> Entries:
         write(staging / f"{stage}{end}", contents, stage)
         entries |= writer.extra_entry(staging, f"{stage}{end}")
     return entries
-
-
-def to_qdrant(
-    directory: Path,
-    client: "QdrantClient",
-    name: str,
-    payloads: Iterable[Mapping[str, Any]] = (),
-    stage: Stage = "hindexer",
-) -> None:
-    """Writes the vectors of an export to Qdrant: points of a new collection, by the items' indices, with the raw `id`
-    and the item's payload, of which there are none or one for each item. Then the alias `name` is its name: who
-    searches by it finds all of the old export's items or all of the new one's.
-
-    ValueError if the model has no such stage, or for another number of payloads.
-    """
-    from qdrant_client import models
-
-    contents = read(directory)
-    if stage not in (there := _stages(contents.about.model)):
-        raise ValueError(f"{directory} has no vectors of the stage {stage}; there are: {', '.join(there) or 'none'}")
-    X, more = contents.about.num_items, list(payloads) or [{}] * contents.about.num_items
-    if len(more) != X:
-        raise ValueError(f"there are {len(more):,} payloads for {X:,} items of {directory}; give one for each")
-    before = {of.alias_name: of.collection_name for of in client.get_aliases().aliases}.get(name)
-    own = next(of for of in (f"{name}-{contents.digest[:16]}", f"{name}-again") if of != before)
-    # One that is there already is what is left of a writer that was killed.
-    client.delete_collection(own)
-    size = _width(contents, stage)
-    client.create_collection(own, vectors_config=models.VectorParams(size=size, distance=models.Distance.DOT))
-    every = (vector_H for vector_NH in _vectors(contents, stage) for vector_H in vector_NH.tolist())
-    rows = enumerate(zip(every, islice(contents.raw_ids, X), more, strict=True))
-    points = (models.PointStruct(id=at, vector=of, payload={**more, "id": id_}) for at, (of, id_, more) in rows)
-    client.upload_points(own, points, wait=True)
-    alias = models.CreateAlias(collection_name=own, alias_name=name)
-    changes: list[Any] = [models.CreateAliasOperation(create_alias=alias)]
-    if before:
-        changes.insert(0, models.DeleteAliasOperation(delete_alias=models.DeleteAlias(alias_name=name)))
-    client.update_collection_aliases(changes)
-    if before:
-        client.delete_collection(before)
 
 
 def _vectors(contents: Contents, stage: Stage) -> Iterator[Tensor]:

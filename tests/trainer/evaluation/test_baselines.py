@@ -114,18 +114,6 @@ def test_too_many_pairs_or_actions_are_a_sample_of_the_users(monkeypatch: pytest
     assert ItemKNN.fit(dataset, leave_one_out(dataset), pairs=500).users == 3
 
 
-def test_they_are_named_in_the_results_unless_switched_off(tmp_path: Path) -> None:
-    config = small_config(write_dataset(tmp_path / "data"))
-    dataset = load_dataset(config.data.path)
-    off = replace(config, evaluate=replace(config.evaluate, baselines=False))
-    with process_group("cpu", 60) as ranks:
-        found, none = (
-            Evaluation(of.evaluate, of.data, of.model, dataset, ranks).baselines("test") for of in (config, off)
-        )
-    assert {f"{name}/{of}" for name in ("popularity", "item_knn") for of in ("hr@10", "mrr")} <= set(found)
-    assert none == {}
-
-
 def test_a_model_is_set_beside_the_better_baseline_at_each_k() -> None:
     results = {"hr@1": 0.2, "hr@10": 0.3, "hr@50": 0.4, "hr@100": 0.5, "hr@500": 0.6, "ndcg@10": 0.1, "mrr": 0.1}
     results |= {f"item_knn/{name}": of for name, of in zip(results, (0.1, 0.2, 0.41, 0.5, 0.55, 1, 1), strict=True)}

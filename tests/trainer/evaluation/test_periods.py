@@ -16,37 +16,9 @@ from logitmix.trainer.data import limited
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.evaluation.embed import Embedder
 from logitmix.trainer.evaluation.evaluate import Evaluation
-from logitmix.trainer.metrics import SETS_AT, means_of_sets
 from logitmix.trainer.parallel.sharded_rows import ShardedRows
 
 ITEMS = 120
-
-
-def lists(users: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random orders of the items [U, X], and which are relevant [U, X], by item: 1 to 29 for each user."""
-    random = np.random.default_rng(0)
-    order_UX = np.stack([random.permutation(ITEMS) for _ in range(users)])
-    relevant_UX = np.zeros((users, ITEMS), bool)
-    for user in range(users):
-        relevant_UX[user, random.choice(ITEMS, random.integers(1, 30), replace=False)] = True
-    return order_UX, relevant_UX
-
-
-def test_sets_have_the_metrics_of_torchmetrics() -> None:
-    retrieval = pytest.importorskip("torchmetrics.retrieval")
-    order_UX, relevant_UX = lists(50)
-    hit_UX = np.take_along_axis(relevant_UX, order_UX, axis=1)
-    found = means_of_sets(hit_UX[:, : max(SETS_AT)], relevant_UX.sum(1))
-    given = {
-        "preds": -torch.arange(float(ITEMS)).repeat(50),
-        "target": torch.from_numpy(hit_UX).flatten(),
-        "indexes": torch.arange(50).repeat_interleave(ITEMS),
-    }
-    for k in SETS_AT:
-        assert found[f"recall@{k}"] == pytest.approx(float(retrieval.RetrievalRecall(top_k=k)(**given)), abs=1e-6)
-        ndcg = retrieval.RetrievalNormalizedDCG(top_k=k)
-        assert found[f"ndcg@{k}"] == pytest.approx(float(ndcg(**given)), abs=1e-6)
-        assert found[f"map@{k}"] == pytest.approx(float(retrieval.RetrievalMAP(top_k=k)(**given)), abs=1e-6)
 
 
 @pytest.mark.parametrize("targets", [(), ("event = 1",)])

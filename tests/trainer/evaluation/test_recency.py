@@ -7,22 +7,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from asking import ranked_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from small_data import batches_of, hit_rate, small_config
+from small_data import batches_of
 
 from logitmix.modules.features import recency_rows
 from logitmix.modules.schema import RECENCY, Feature, Schema, Table
-from logitmix.serving.request import Request
-from logitmix.serving.retriever import Retriever
 from logitmix.trainer.data import columns
 from logitmix.trainer.data.columns import Column
 from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.data.lookups import columns_of
 from logitmix.trainer.data.writer import DatasetContents, write_dataset
-from logitmix.trainer.export.export import export
-from logitmix.trainer.loop import train
 
 
 def rows_of(sequences: list[list[int]]) -> list[list[int]]:
@@ -88,40 +83,3 @@ def test_the_first_of_the_last_actions_knows_the_one_before(tmp_path: Path) -> N
     batch = batches.at(0)
     # Positions 0 to 4 have a target that is trained on.
     assert batch.ids[RECENCY][batch.features.values[RECENCY].values].tolist() == [2 + place for place in (2, 3, 4)]
-
-
-AFTER_SHORT, AFTER_LONG = 1, 5
-"""Items that follow an action soon after the one before, and one long after it."""
-
-
-@pytest.mark.slow
-def test_a_model_learns_what_timestamps_alone_tell(tmp_path: Path) -> None:
-    """Whether an action came soon after the one before decides which item follows. Without the times, each of two items
-    is right for half of the users."""
-    random, users, length = np.random.default_rng(0), 200, 10
-    soon = random.random((users, length)) < 0.5
-    gaps = np.where(soon, random.integers(1, 8, soon.shape), random.integers(1000, 5000, soon.shape))
-    items = random.integers(0, 12, soon.shape)
-    items[:, 2:] = np.where(soon, AFTER_SHORT, AFTER_LONG)[:, 1:-1]
-    write(tmp_path / "data", [length] * users, np.cumsum(gaps, axis=1).ravel(), items.ravel())
-    settings = {"model.dim": 16, "dense.lr": 1e-2, "tables.lr": 1e-2, "train.epochs": 5}
-    settings |= {"train.precision": "fp32", "evaluate.every_epochs": 5}
-    for name, features in (("with", [RECENCY]), ("without", [])):
-        settings |= {"model.features": features, "evaluate.exclude_history": "no", "model.loss.negatives": 12}
-        train(small_config(tmp_path / "data", settings), tmp_path / name)
-    assert hit_rate(tmp_path / "with") > 0.8 > 0.65 > hit_rate(tmp_path / "without")
-
-
-def test_a_recency_of_the_datasets_own_is_not_taken_from_timestamps(tmp_path: Path) -> None:
-    own = Column(np.random.default_rng(0).integers(0, 3, 40))
-    data = write(tmp_path / "data", [8] * 5, np.arange(40), np.arange(40) % 12, own)
-    train(small_config(data, {"model.features": ["all"], "train.epochs": 1}), tmp_path / "run")
-    export(tmp_path / "run", tmp_path / "served")
-    request: Request = {"history": ["item-0", "item-1"], "events": [{RECENCY: 1}, {RECENCY: 2}]}
-    timed: list[Request] = [{**request, "timestamps": [3, later]} for later in (4, 400)]
-    bare: list[Request] = [{"history": request["history"]}, {"history": request["history"], "timestamps": [3, 4]}]
-    (expected, *found), (unknown, ignored) = (
-        ranked_rows(Retriever.load(tmp_path / "served").recommend(requests, 3))
-        for requests in ([request, *timed], bare)
-    )
-    assert found == [expected] * 2 and unknown == ignored != expected

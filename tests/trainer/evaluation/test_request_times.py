@@ -171,22 +171,6 @@ def test_left_out_items_take_their_times_with_them(paced: Path) -> None:
     assert float((moved - scores(retriever, [plain])).abs().max()) > 1e-4
 
 
-def test_without_times_all_is_at_once(paced: Path) -> None:
-    retriever = Retriever.load(paced / "with.served")
-    history = ["item-3", "item-5", "item-1"]
-    at_once: Request = {"history": history, "timestamps": [7, 7, 7]}
-    bare: list[Request] = [{"history": history}, {"history": history, "time": 10**6}, {**at_once, "time": 7}]
-    found = scores(retriever, [at_once, *bare])
-    torch.testing.assert_close(found[1:], found[:1].expand(3, -1), rtol=0, atol=1e-5)
-    items = torch.tensor([[int(name.removeprefix("item-")) for name in history]])
-    by_index = retriever.retrieve(items.tolist(), ITEMS, exclude_history=False)
-    torch.testing.assert_close(found[0][by_index.items[0]], by_index.scores[0], rtol=0, atol=1e-5)
-    # Only the last action's time is the default of the request's.
-    timed: Request = {"history": history, "timestamps": [7, 8, 9]}
-    same, other = (scores(retriever, [{**timed, "time": time}]) - scores(retriever, [timed]) for time in (9, 5000))
-    assert float(same.abs().max()) <= 1e-5 and float(other.abs().max()) > 1e-4
-
-
 def test_the_command_line_takes_the_time(
     paced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
 ) -> None:

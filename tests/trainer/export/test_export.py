@@ -134,11 +134,6 @@ def test_the_export_serves_by_the_rule_of_the_evaluation(
     assert len(retriever.rows(["raw 3"], X)) == X - excluded
 
 
-def test_a_precision_without_item_cache_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="precision bf16 is that of the item cache, and --no-item-cache leaves"):
-        export(run, tmp_path / "served", item_cache=False, precision="bf16")
-
-
 def test_a_delta_from_an_earlier_export_gives_the_export_of_the_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
 ) -> None:
@@ -227,14 +222,6 @@ def note_dataset(run: Path, data: Path) -> None:
     for path in (run / "checkpoints").glob("step-*/checkpoint.json"):
         content = json.loads(path.read_text()) | {"dataset": file_digest(run / "dataset.json")}
         path.write_text(manifest.FORMAT.text(content))
-
-
-def test_a_dataset_needs_no_titles(run: Path, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path / "data")
-    write_dataset(tmp_path / "data", X, None)
-    note_dataset(run, tmp_path / "data")
-    export(run, tmp_path / "served")
-    assert [row["title"] for row in Retriever.load(tmp_path / "served").rows(["raw 3"], 2)] == [None, None]
 
 
 @pytest.mark.parametrize(

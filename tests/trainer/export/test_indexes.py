@@ -1,6 +1,5 @@
 """The faiss indexes of an export, read by faiss and numpy alone."""
 
-import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -149,27 +148,6 @@ def test_without_indexes_nothing_is_written(
         export(run, tmp_path / "served", overwrite, extras=["faiss"])
     assert [path.name for path in tmp_path.iterdir()] == (["served"] if before else [])
     assert not before or read_manifest(tmp_path / "served") == before
-
-
-def test_a_full_disk_is_named_by_what_was_to_be_written(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parquet's error names no file."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device")
-
-    served = tmp_path / "served"
-    export(run, served, extras=["vectors"])
-    monkeypatch.setattr(pq.ParquetWriter, "write_batch", full)
-    for write in (
-        lambda: export(run, served, overwrite=True, extras=["vectors"]),
-        lambda: update_items(served, catalog_of(tmp_path, "item\nnew\n")),
-    ):
-        with pytest.raises(OSError) as caught:
-            write()
-        assert (caught.value.filename, caught.value.strerror) == (str(served), "No space left on device")
-    assert {path.name for path in tmp_path.iterdir()} <= {"served", "new.csv"}
 
 
 def test_a_model_without_vectors_is_refused() -> None:

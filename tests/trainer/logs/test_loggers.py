@@ -195,17 +195,6 @@ def test_mlflow_has_every_row_once(config: Config, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_mlflow_server_that_is_away_ends_no_run(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    train(with_settings(config, {"train.loggers": ["mlflow"]}), tmp_path / "run")
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "is left out from here" in line]
-    assert said.startswith("the logger MLflow is left out from here on, because its start failed: MlflowException: ")
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_wandb_has_every_row_once(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its folders of temporary files are removed when the process ends.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
