@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
-from logitmix.modules.schema import ITEM, Feature
+from logitmix.modules.schema import ITEM
 from logitmix.serving.columns import ACTIONS, NEW, Column
 from logitmix.serving.directory import reader, writer
 from logitmix.serving.directory.delta import differ, rows_as_shard
@@ -128,7 +127,7 @@ def planned(contents: Contents, catalog: Catalog, said: Console | None = None) -
         raise ValueError(f"no item of {X:,} would be left; an export needs at least one")
 
     try:
-        changed = _changed(contents, columns, ids, place_N, said)
+        changed = _changed(contents, columns, ids, place_N)
     except ValueError as error:
         raise ValueError(f"{Path(catalog.items).name}: {error}") from None
     of_ids = titles_of("items", columns[TITLE]).fill_null("").to_pylist() if TITLE in columns else []
@@ -234,7 +233,6 @@ def _changed(
     columns: Mapping[str, pa.Array],
     ids: Sequence[str],
     place_N: np.ndarray,
-    said: Console | None,
 ) -> list[_Rows]:
     """As of a plan; the table's items are in the order of their places."""
     schema, bounds = contents.about.schema, _bounds(contents)
@@ -245,9 +243,6 @@ def _changed(
         for name, column in columns.items()
         if name in features
     }
-    for name, cells in given.items():
-        if said and features[name].sparse and (line := _said_of_unknown(reader, features[name], cells)):
-            tell(said, line)
     found = []
     for number, (first, stop) in enumerate(pairwise(np.searchsorted(place_N, [*bounds, bounds[-1] + 1]).tolist())):
         some, records = ids[first:stop], [{name: of[row] for name, of in given.items()} for row in range(first, stop)]
@@ -267,18 +262,6 @@ def _changed(
         own_ids = [some[row] for row in at.tolist()]
         found.append(_Rows(place[at], own_ids, ItemInputs(own, read).take(torch.from_numpy(at))))
     return found
-
-
-def _said_of_unknown(reader: FeatureReader, feature: Feature, cells: Sequence[Any]) -> str:
-    """How many values of a column are not in the vocabulary; empty if all are."""
-    listed = (each for cell in cells for each in (cell if isinstance(cell, list) else [cell]))
-    texts = sorted({each if isinstance(each, str) else each[0] for each in listed if each is not None} - {""})
-    unknown_row = reader.schema.table(feature.table).unknown
-    unknown = [text for text, row in zip(texts, reader.rows(feature.table, texts), strict=True) if row == unknown_row]
-    if not unknown:
-        return ""
-    of = f"{len(unknown):,} of {len(texts):,} values of {feature.name} are not in the export, such as {unknown[0]!r}"
-    return f"{of}: to the model they are as a missing one"
 
 
 def write_planned(directory: Path, contents: Contents, plan: Plan, staging: Path) -> tuple[About, Entries]:

@@ -12,7 +12,7 @@ from small_data import made_run, small_config, write_dataset
 
 from logitmix.trainer import cli
 from logitmix.trainer.commands.charts import POINTS, chart, thinned
-from logitmix.trainer.commands.groups import Run, differences, differing, grouped, short_names, verdict
+from logitmix.trainer.commands.groups import Run, differences, differing, grouped, verdict
 from logitmix.trainer.commands.report_page import wilson, write_report
 from logitmix.trainer.loop import train
 from logitmix.trainer.metrics import means
@@ -185,19 +185,6 @@ def test_what_is_not_ranked_alike_is_not_compared(tmp_path: Path, what: str) -> 
     assert said.endswith(" are not ranked for the same users by the same rules.")
 
 
-def test_few_users_tell_nothing(tmp_path: Path) -> None:
-    """Five of them, all in favor of one."""
-    ranks = np.arange(1, 61)
-    runs = [
-        ranked_run(tmp_path / name, 0, of, {"dense.lr": lr})
-        for name, of, lr in (("one", ranks, 0.1), ("other", np.where(ranks <= 15, 1, ranks), 0.2))
-    ]
-    groups = grouped(runs)
-    found = differences(groups, "hr@10")
-    assert [of.users for of in found if of] == [5]
-    assert verdict(groups, "hr@10", found).startswith("It cannot be told")
-
-
 def test_the_time_of_a_step_leaves_out_the_first_row_and_its_steps(tmp_path: Path) -> None:
     seconds = {10: 60.0, 20: 1.0, 30: 3.0}
     rows = [training_row(step, **{"time/forward": spent}) for step, spent in seconds.items()]
@@ -233,11 +220,6 @@ def test_the_time_of_the_run_that_was_trained_first_counts(tmp_path: Path) -> No
     assert [f"finished, 12 steps{minutes}" in row for minutes, row in zip(("3.0", "1.0"), rows[1:], strict=True)] == [
         True
     ] * 2
-
-
-def test_settings_of_the_same_name_keep_their_sections() -> None:
-    names = ["tables.lr", "dense.lr", "train.batch_size"]
-    assert [*short_names(names).values()] == ["tables.lr", "dense.lr", "batch_size"]
 
 
 def test_wilson() -> None:
