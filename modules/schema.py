@@ -195,11 +195,8 @@ class Schema:
         taken."""
         feature = next((of for of in whole.of("event") if of.name == name), None)
         if feature is None or feature.kind != "id":
-            ids = [of.name for of in whole.of("event") if of.kind == "id"]
-            raise ValueError(
-                f"model.wanted is {name}, which is no id of the actions{nearest(name, ids)}; there are: "
-                f"{', '.join(ids) or 'none'}"
-            )
+            ids = ", ".join(of.name for of in whole.of("event") if of.kind == "id") or "none"
+            raise ValueError(f"model.wanted is {name}, which is no id of the actions; there are: {ids}")
         own = WANTED + name
         if own in {of.name for of in whole.features} | {of.name for of in whole.tables}:
             raise ValueError(f"model.wanted is {name}, but the dataset has a feature or table {own}; rename that")

@@ -23,7 +23,6 @@ from zlib import crc32
 
 import numpy as np
 
-from logitmix.common.mappings import nearest
 from logitmix.common.plugins import Registry, require_plugins
 
 from .base import FeatureNumbers, Reads
@@ -76,8 +75,7 @@ class TextEncoder:
         if name not in TEXT_ENCODERS:
             there = ", ".join([NGRAMS, *TEXT_ENCODERS])
             raise ValueError(
-                f"no encoder of texts named {name!r:.80}{nearest(name, [NGRAMS, *TEXT_ENCODERS])}; there are: {there}, "
-                "and those of plugins: --import FILE.py"
+                f"no encoder of texts named {name!r:.80}; there are: {there}, and those that --import adds"
             )
         plugin = TEXT_ENCODERS.plugins[name]
         return cls(name, f"{plugin.name} {plugin.version}")
@@ -98,8 +96,6 @@ class TextEncoder:
     def _function(self) -> Callable[[list[str]], Any]:
         plugin, _, version = self.version.rpartition(" ")
         require_plugins({plugin: version}, f"the encoder of texts {self.name}")
-        if self.name not in TEXT_ENCODERS:
-            raise ValueError(f"the plugin {plugin} has no encoder of texts {self.name!r}, which it had")
         return TEXT_ENCODERS.find(self.name)
 
     def _checked(self, texts: list[str], width: int) -> np.ndarray:

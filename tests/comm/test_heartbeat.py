@@ -127,13 +127,6 @@ def test_the_end_of_the_store_is_no_silence(beats: list[Heartbeat], monkeypatch:
     assert not said
 
 
-def test_no_thread_is_left_behind(beats: list[Heartbeat]) -> None:
-    for each in beats:
-        each.start(print)
-        each.stop()
-    assert not threads()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_silent_rank_of_this_launcher_is_killed(

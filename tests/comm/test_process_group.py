@@ -199,16 +199,6 @@ def test_a_rank_that_hangs_is_named_before_nccl_ends_the_process(
     assert 2 * naming < heartbeat.NAMING
 
 
-def test_where_gloo_raises_errors_nobody_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(Heartbeat, "start", lambda self, lost, silent, hung: told.append((lost, silent, hung)))
-    with process_group("cpu", TIMEOUT_SECONDS, lost=print):
-        pass
-    with process_group("cpu", 24 * 3600, None, print, 30.0):
-        pass
-    assert told == [(None, None, TIMEOUT_SECONDS), (print, 30.0, 24 * 3600)]
-
-
 def take_part(rank: int, port: int, attempt: int, answers: "Queue[Any]") -> None:
     """Rank 1 leaves attempt 0 by an error and attempt 1 without a word; attempt 2 makes three groups in a row. Its
     agent counts these restarts; that of rank 0 has only seen that ranks came."""

@@ -62,19 +62,3 @@ def test_equals_the_block_form(case: str, limit: int, log_q: bool, monkeypatch: 
     actual, expected = (torch.autograd.grad(2 * of, [query, item]) for of in (loss, plain))
     for got, should in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, should, rtol=0, atol=2e-6 * float(should.abs().max()))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_autocast_changes_nothing_and_half_inputs_get_half_gradients(case: str) -> None:
-    lengths, negatives, items = CASES[case]
-    examples, (query, item) = examples_of(lengths, negatives, items), sides(sum(lengths), items)
-    exact = dot_loss.dot_sampled_softmax(query, item, examples)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(dot_loss.dot_sampled_softmax(query, item, examples), exact)
-    half = [side.detach().bfloat16().requires_grad_() for side in (query, item)]
-    loss = dot_loss.dot_sampled_softmax(*half, examples)
-    widened = [side.detach().float().requires_grad_() for side in half]
-    assert torch.equal(loss, dot_loss.dot_sampled_softmax(*widened, examples)) and loss.dtype == torch.float32
-    got = torch.autograd.grad(loss, half)
-    should = torch.autograd.grad(dot_loss.dot_sampled_softmax(*widened, examples), widened)
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(got, should, strict=True))

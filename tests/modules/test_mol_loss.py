@@ -221,20 +221,6 @@ def test_bf16_is_as_close_as_its_inputs_are(
         assert float((got - should).norm() / should.norm()) < 2**-6
 
 
-def test_autocast_sets_the_precision() -> None:
-    case = make([30], 20)
-    plain, half = fused(case), fused(case.to(torch.bfloat16))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = fused(case)
-    rounded = LEVELS[-1] >= mol_loss._BF16
-    assert (not torch.equal(mixed, plain)) == rounded
-    if rounded:
-        sides = tuple(side.bfloat16() for side in case.tensors[:4])
-        assert torch.equal(mixed, fused(replace(case, tensors=(*sides, *case.tensors[4:]))))
-    torch.testing.assert_close(mixed, half, rtol=2**-7, atol=0)
-    assert all(gradient.dtype == torch.float32 for gradient in case.gradients(mixed))
-
-
 def test_the_thread_has_subnormal_numbers_afterwards(level: int, threads: None) -> None:
     torch.set_num_threads(1)
     tiny = torch.tensor([1e-40])

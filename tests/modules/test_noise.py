@@ -46,10 +46,8 @@ def test_keys_are_63_bits_that_follow_from_the_parts() -> None:
     # The value is part of the promise: a run continued on another machine must find the same noise.
     assert derive_key("dropout", 0, 1) == 6049787817576918742
     parts = [("a", 1), ("a", 2), ("b", 1), ("a", "1"), (1, "a"), ("a1",), ("a", 1, 0), ()]
-    keys = [derive_key(*part) for part in parts]
-    assert len(set(keys)) == len(parts)
-    assert all(0 <= key < 2**63 for key in keys)
-    assert max(derive_key(i) for i in range(100)) > 2**62
+    keys = {derive_key(*part) for part in parts}
+    assert len(keys) == len(parts) and all(0 <= key < 2**63 for key in keys)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.5, 0.9])
@@ -73,15 +71,6 @@ def test_dropout_scales_and_masks_what_it_is_given_and_its_gradient() -> None:
     assert torch.equal(dropped, x * scaled)
     (gradient,) = torch.autograd.grad(dropped.sum(), x)
     assert torch.equal(gradient, scaled)
-
-
-@pytest.mark.parametrize("shape", [(6, 1), (6, 7), (6, 3, 5), (6, 1, 1), (6, 2, 3, 3)])
-def test_odd_and_many_dimensional_widths_take_the_first_columns(shape: tuple[int, ...]) -> None:
-    rows = torch.tensor([5, 2**33, 0, 5, 1, 17])
-    width = math.prod(shape[1:])
-    wide = Noise(KEY).dropout(torch.ones(6, 64), 0.5, "here", rows)
-    dropped = Noise(KEY).dropout(torch.ones(shape), 0.5, "here", rows)
-    assert torch.equal(dropped.flatten(1), wide[:, :width])
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (0, 3), (0, 1), (0, 3, 4), (0, 0), (5, 0)])

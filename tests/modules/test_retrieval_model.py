@@ -362,15 +362,6 @@ def test_queries_are_those_of_training_at_the_last_positions() -> None:
         torch.testing.assert_close(alone[0], query_BD[b], rtol=0, atol=1e-5)
 
 
-def test_a_batch_of_another_step_has_other_masks() -> None:
-    options = config("mol")
-    tower, batch, other = tower_of(options), batches(options).at(0), batches(options).at(1)
-    same = replace(batch, noise=other.noise)
-    loss, rows = SampledLosses(tower), {ITEM: table()[batch.id_V]}
-    losses = [float(loss(rows, it)["loss"].detach()) for it in (batch, batch, same)]
-    assert losses[0] == losses[1] != losses[2]
-
-
 def test_what_is_watched_of_the_gates_is_that_of_the_first_sequences() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()

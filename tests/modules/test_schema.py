@@ -75,6 +75,8 @@ def test_json_and_back() -> None:
         ({"kind": "vector", "width": 0}, "feature price of kind vector has width 0"),
         ({"deviation": 0.0}, "has mean 0.0 and deviation 0.0; they must"),
         ({"mean": float("nan")}, "has mean nan"),
+        ({"kind": "date", "owner": "user", "unit": "s"}, "only items have dates, in the unit of the actions' times"),
+        ({"kind": "date", "unit": "days"}, "only items have dates, in the unit of the actions' times"),
         ({"kind": "ids", "table": "item", "mean": 1.0}, "feature price of kind ids has mean 1.0"),
     ],
 )
@@ -92,6 +94,7 @@ def test_features_that_cannot_be(changes: dict[str, Any], message: str) -> None:
         ((ITEM, Feature("brand", "item", "id", "brands")), ("item", "brand"), "names table brands, which is not there"),
         ((ITEM, Feature("age", "user", "number"), Feature("age", "item", "number")), ("item",), "two features are"),
         ((ITEM,), ("item", "item"), "two tables are named item"),
+        ((ITEM, *(Feature(of, "item", "date", unit=of) for of in ("ms", "s"))), ("item",), "the units ms and s"),
         ((ITEM,), ("item", "brand"), "no feature uses table brand"),
     ],
 )

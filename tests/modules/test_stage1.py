@@ -130,7 +130,6 @@ def test_fewer_items_than_k_and_none() -> None:
         ({"k": 0}, "k is 0; it must be at least 1"),
         ({"query_BH": torch.ones(1, 9)}, "the queries are 9 wide, the corpus 8"),
         ({"query_BH": torch.full((1, 8), math.nan)}, "the queries have values that are not finite"),
-        ({"allowed": torch.ones(19, dtype=torch.bool)}, "allowed is torch.bool"),
         ({"allowed": torch.ones(2, 3, dtype=torch.uint8)}, "allowed is torch.uint8"),
         ({"query_BH": torch.ones(1, 8, device="meta")}, "must be on cpu, where the corpus is"),
         ({"allowed": torch.ones(3, dtype=torch.uint8, device="meta")}, "must be on cpu, where the corpus is"),

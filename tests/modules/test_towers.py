@@ -151,10 +151,3 @@ def test_every_parameter_and_every_row_that_is_named_gets_a_gradient(similarity:
     touched = {name: table.grad.any(1).nonzero().flatten().tolist() for name, table in tables.items()}
     users = {"user": [1, 3]} if schema == KNOWN_USERS else {}
     assert touched == {"item": [0, 2, 5, 6], "genre": [0, 1, 2, 3, 4], "action": [0, 1, 2]} | users
-
-
-def test_with_ids_alone_an_item_is_its_row_itself() -> None:
-    tower, table = tower_of(schema=IDS), rows()["item"]
-    item = tower.item_tower({"item": table}, Features())
-    assert item.vector_RD is table and not item.groups
-    assert not any("features" in name for name, _ in tower.named_parameters())

@@ -4,7 +4,7 @@ import torch
 
 from logitmix.modules.batch import Packing
 from logitmix.modules.config import PooledConfig
-from logitmix.modules.encoders.pooled import Pooled, running_mean
+from logitmix.modules.encoders.pooled import Pooled
 from logitmix.modules.noise import Noise
 
 D = 6
@@ -28,15 +28,6 @@ def test_each_query_is_made_of_the_mean_up_to_its_position() -> None:
             x = mean_D + literal.output.weight @ (hidden * torch.sigmoid(hidden)) + literal.output.bias
             expected = (x - x.mean()) / (x.var(correction=0) + 1e-8).sqrt()
             torch.testing.assert_close(query_TD[start + t].double(), expected, rtol=0, atol=1e-5)
-
-
-def test_gradients_of_the_running_mean_reach_the_positions_before() -> None:
-    packing = Packing(torch.tensor([2, 3]))
-    item_TD = torch.randn(5, D, requires_grad=True)
-    mean_TD = running_mean(item_TD, packing)
-    mean_TD[4].sum().backward()
-    assert item_TD.grad is not None
-    torch.testing.assert_close(item_TD.grad, torch.tensor([[0.0], [0.0], [1 / 3], [1 / 3], [1 / 3]]).expand(5, D))
 
 
 def test_dropout_follows_the_global_rows() -> None:

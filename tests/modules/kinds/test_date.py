@@ -7,7 +7,7 @@ import torch
 
 from logitmix.modules.features import NO_TIME, FeatureEmbeddings, waves_of_times
 from logitmix.modules.kinds.date import NO_DATE, PERIODS, TICKS
-from logitmix.modules.schema import Feature, Schema
+from logitmix.modules.schema import Feature
 from logitmix.modules.values import Values
 
 NOW = 1_900_000_000
@@ -37,14 +37,3 @@ def test_a_missing_date_or_time_is_zero_and_any_other_of_length_one() -> None:
     assert torch.equal(dates[:2], times[:2])
     (embedded,) = FeatureEmbeddings([feature], {}, 8)({}, {"released": Values(torch.tensor([NO_DATE]))})
     assert embedded.shape == (1, 8)
-
-
-@pytest.mark.parametrize(("owner", "unit"), [("user", "s"), ("event", "ms"), ("item", ""), ("item", "days")])
-def test_only_items_have_dates_and_with_the_unit_of_the_times(owner: str, unit: str) -> None:
-    with pytest.raises(ValueError, match=r"only items have dates, in the unit of the actions' times"):
-        Feature("released", owner, "date", unit=unit)  # type: ignore[arg-type]
-    one, other = (Feature(name, "item", "date", unit=unit) for name, unit in (("a", "s"), ("b", "ms")))
-    assert one.mean == other.mean == NO_DATE
-    plain = Schema.of_ids(3)
-    with pytest.raises(ValueError, match=r"dates have the units ms and s; the actions' times have one"):
-        Schema((*plain.features, one, other), plain.tables)

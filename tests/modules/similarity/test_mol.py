@@ -209,23 +209,6 @@ def test_dropout_of_the_inputs_goes_where_the_configuration_says() -> None:
         assert torch.equal(side, plain_side) == (side is query[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"projection_hidden": 0}, {"item_projection_linear": True}])
-@pytest.mark.parametrize(("queries", "items"), [(4, 4), (6, 4), (4, 6)])
-def test_products_of_like_components_begin_as_the_dot_product(queries: int, items: int, options: dict) -> None:
-    dim, width = 16, 8  # Four components are two rotations.
-    sizes = {"query_components": queries, "item_components": items, "component_dim": width, "projection_hidden": 64}
-    mol = MoL(dim, MoLConfig(**(sizes | options), normalize=False, temperature=1.0))
-    mol.reset_parameters(torch.Generator().manual_seed(1))
-    query_TD, item_ND = vectors(50, 1, dim), vectors(50, 2, dim)
-    query, item = sides(mol, query_TD, item_ND)
-    shares_T4 = (query[0][:, :4] * item[0][:, :4]).sum(-1)
-    dot_T = (query_TD * item_ND).sum(-1)
-    torch.testing.assert_close(shares_T4.sum(1), dot_T, rtol=0, atol=1e-4)
-    # Each two components are the coordinates of a whole rotation.
-    torch.testing.assert_close(shares_T4[:, :2].sum(1), dot_T / 2, rtol=0, atol=1e-4)
-    assert not torch.allclose(shares_T4[:, 0], shares_T4[:, 2], atol=0.1)
-
-
 @pytest.mark.parametrize("user", [False, True])
 def test_the_mixture_begins_nearly_as_the_cosine(user: bool) -> None:
     mol = MoL(64, MoLConfig(query_components=8 + user, item_components=9, user_component=user))

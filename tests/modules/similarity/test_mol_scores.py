@@ -188,28 +188,12 @@ def test_any_candidates(lengths: list[int], X: int, seed: int) -> None:
     torch.testing.assert_close(found, plain(mol, query, item, item_P, bounds).float(), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("stored", ["FP32", "INT8"])
-def test_a_score_depends_on_its_pair_alone(stored: str, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on threads, on other candidates or on the place in a block."""
-    mol = mol_of(8, 8, 32, 128)
-    query, item = sides_of(mol, 1, 5000)
-    if stored == "INT8":
-        query, item, _ = in_8_bits(query, item)
-    everything = torch.arange(5000)
-    whole = mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000])
-    monkeypatch.setattr(module, "_PAIRS", 100)
-    torch.set_num_threads(3)
-    assert torch.equal(mol_scores(query, item, mol.pair_parameters(), everything, [0, 5000]), whole)
-    some = torch.tensor([4999, 17, 17, 2600])
-    assert torch.equal(mol_scores(query, item, mol.pair_parameters(), some, [0, 4]), whole[some])
-
-
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("stored", ["FP32", "INT8"])
-def test_queries_that_are_scored_in_turns(
+def test_a_score_depends_on_its_pair_alone(
     stored: str, is_sorted: bool, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of the candidates of each, by several threads."""
+    """Not on threads, on other candidates, queries that are scored in turns, or the place in a block."""
     mol = mol_of(8, 8, 32, 16)
     query, item = sides_of(mol, 5, 900)
     if stored == "INT8":

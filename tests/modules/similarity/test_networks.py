@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from logitmix.modules.config import DeepFMConfig, MLPConfig, NeuMFConfig
 from logitmix.modules.features import Embedded
@@ -170,16 +169,3 @@ def test_deepfms_features_are_groups_compressed_together_with_those_of_the_vecto
         maps = [map_(group) for map_, group in zip(features.maps, embedded.groups, strict=True)]
         every = torch.cat([projection(embedded.vector_RD), torch.stack(maps, 1)], 1)
         torch.testing.assert_close(side(embedded, torch.arange(5))[0], features.compression(every))
-
-
-@pytest.mark.parametrize("projection_hidden", [64, 0])
-def test_deepfm_begins_as_a_similarity(projection_hidden: int) -> None:
-    """Groups of one vector are equal on both sides, and features change nothing."""
-    of, row = deepfm(projection_hidden), torch.arange(9)
-    of.use_features(1, 1)
-    of.reset_parameters(torch.Generator().manual_seed(1))
-    both = Embedded(vectors(9, 1), [vectors(9, 2)])
-    query, item = of.query_side(both, row)[0], of.item_side(both, row)[0]
-    torch.testing.assert_close(query[:, :I], item)
-    score_TN = F.linear(query[:, :I].sum(1), item.sum(1))
-    assert bool((score_TN.diagonal() > 0).all())
