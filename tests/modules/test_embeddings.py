@@ -1,6 +1,5 @@
 import torch
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
 
 from logitmix.modules.config import ModelConfig
 from logitmix.modules.embeddings import EmbeddingTable, embedding_collections, own_name
@@ -23,18 +22,6 @@ def test_tables_of_one_width_are_one_collection_without_rows() -> None:
     }
     found = {name: (tuple(of.shape), of.dtype, of.device.type) for name, of in weights(model.tables).items()}
     assert found["item"] == ((10**12, 64), torch.float32, "meta") and found["brand"][1] == torch.float16
-
-
-def test_a_pooled_table_is_a_collection_by_itself_that_sums_bags() -> None:
-    tables = [EmbeddingTable("item", 5, 4), EmbeddingTable("tags", 4, 4, pooled=True)]
-    collections = embedding_collections(tables)
-    assert list(collections) == ["dim_4", "bags_tags"]
-    bags = collections["bags_tags"].to_empty(device="cpu")
-    row_R1 = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
-    with torch.no_grad():
-        next(bags.parameters()).copy_(row_R1.expand(-1, 4))
-    found = bags(KeyedJaggedTensor(["tags"], torch.tensor([3, 0, 3, 1]), lengths=torch.tensor([3, 0, 1])))
-    assert found["tags"][:, 0].tolist() == [2001.0, 0.0, 10.0]
 
 
 def test_a_table_may_have_any_name_that_a_feature_may_have() -> None:

@@ -339,14 +339,6 @@ def test_the_loss_of_the_similarity_drops_gates() -> None:
     assert moved == {"similarity", "loss"}
 
 
-def test_without_the_hindexer_there_is_no_stage_1() -> None:
-    options = replace(config("dot"), hindexer=HIndexerConfig(weight=0.0))
-    tower, batch = tower_of(options), batches(options).at(0)
-    assert not any("hindexer" in name for name, _ in tower.named_parameters())
-    losses = SampledLosses(tower)({ITEM: table()[batch.id_V]}, batch)
-    assert set(losses) == {"loss", "similarity"} and torch.equal(losses["loss"], losses["similarity"])
-
-
 def test_queries_are_those_of_training_at_the_last_positions() -> None:
     options = config("mol")
     tower, batch, item_XD = tower_of(options), batches(options).at(0), table()
@@ -392,12 +384,3 @@ def test_initial_weights_follow_from_the_generator_alone() -> None:
     layers = {f"{name}.weight" for name, of in towers[0].named_modules() if isinstance(of, nn.Linear)}
     # The cross gate begins with its preference alone.
     assert drawn == layers - {"similarity.cross_gate.2.weight"} | {"query_tower.encoder.position_LD"}
-
-
-def test_moving_a_batch_leaves_the_first_where_it_is() -> None:
-    batch = batches(config("dot")).at(0)
-    moved = batch.to(torch.device("meta"))
-    for name in ("id_V", "input_T", "target_T", "negatives_GN"):
-        assert getattr(moved, name).device.type == "meta" and getattr(batch, name).device.type == "cpu"
-    assert moved.packing.row_T.device.type == "meta" and batch.packing.row_T.device.type == "cpu"
-    assert (moved.noise, moved.total_targets) == (batch.noise, batch.total_targets)

@@ -14,17 +14,6 @@ from logitmix.modules.batch import Packing
 from logitmix.modules.encoders.sasrec import attend_jagged, attend_padded
 
 
-@pytest.mark.parametrize("lengths", [[50, 1, 0, 7, 3, 20, 2], [0, 50, 0], [9]])
-def test_attention_of_groups_is_that_of_each_sequence(lengths: list[int]) -> None:
-    packed = packed_of(lengths, heads=2, width=8).requires_grad_()
-    together = attend_padded(packed, packing(lengths))
-    parts = [part for part in packed.split(lengths) if len(part)]
-    alone = torch.cat([together.detach()[:0], *(attend_padded(part, packing([len(part)])) for part in parts)])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
-    gradients = [torch.autograd.grad(out.square().sum(), packed)[0] for out in (together, alone)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-
-
 def attended(attend: Callable[[Tensor, Packing], Tensor], packed: Tensor, packing: Packing) -> list[Tensor]:
     """Output and gradient."""
     leaf = packed.detach().requires_grad_()

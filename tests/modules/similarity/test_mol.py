@@ -209,6 +209,19 @@ def test_dropout_of_the_inputs_goes_where_the_configuration_says() -> None:
         assert torch.equal(side, plain_side) == (side is query[0])
 
 
+@pytest.mark.parametrize("hidden", [0, 64])
+def test_products_of_like_components_begin_as_the_dot_product(hidden: int) -> None:
+    sizes = {"query_components": 4, "item_components": 6, "component_dim": 8, "projection_hidden": hidden}
+    mol = MoL(16, MoLConfig(**sizes, normalize=False, temperature=1.0))
+    mol.reset_parameters(torch.Generator().manual_seed(1))
+    query_TD, item_ND = vectors(50, 1, 16), vectors(50, 2, 16)
+    query, item = sides(mol, query_TD, item_ND)
+    shares_T4, dot_T = (query[0] * item[0][:, :4]).sum(-1), (query_TD * item_ND).sum(-1)
+    # Each two components are the coordinates of a whole rotation.
+    torch.testing.assert_close(shares_T4[:, :2].sum(1), dot_T / 2, rtol=0, atol=1e-4)
+    torch.testing.assert_close(shares_T4.sum(1), dot_T, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("user", [False, True])
 def test_the_mixture_begins_nearly_as_the_cosine(user: bool) -> None:
     mol = MoL(64, MoLConfig(query_components=8 + user, item_components=9, user_component=user))
