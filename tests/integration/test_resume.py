@@ -22,7 +22,7 @@ from logitmix.trainer import loop
 from logitmix.trainer.__main__ import main
 from logitmix.trainer.config import Config, dump_toml
 from logitmix.trainer.run.checkpoint import load_saved
-from logitmix.trainer.run.folder import checkpoint_paths
+from logitmix.trainer.run.folder import checkpoint_paths, read_config
 
 SETTINGS = {"train.epochs": 10, "train.checkpoint_every": 2, "train.keep": 1, "model.encoder.dropout": 0.3}
 
@@ -167,6 +167,16 @@ def test_any_number_of_ranks_goes_on_within_rounding(tmp_path: Path) -> None:
         for count in range(1, 5):
             run = tmp_path / f"{of} {before} {count}"
             assert losses_of(run) == pytest.approx(expected, rel=1e-4), run.name
+
+
+def test_the_precision_auto_is_that_which_a_run_began_with(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data")
+    began = small_config(data, {"train.precision": "bf16", "train.stop_after_epochs": 1})
+    auto = small_config(data, {"train.precision": "auto"})
+    for run, configs, expected in (("begun", (began, auto), "bf16"), ("new", (auto,), "fp32")):
+        for config in configs:
+            loop.train(config, tmp_path / run)
+        assert read_config(tmp_path / run).train.precision == expected
 
 
 def replace_epochs(config: Config, epochs: int) -> Config:

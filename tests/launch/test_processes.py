@@ -144,19 +144,6 @@ def test_signals_are_passed_on_to_the_ranks(
 
 
 @pytest.mark.usefixtures("ranks")
-def test_an_ignored_signal_is_not_passed_on(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        (ready := tmp_path / "ready").mkdir()
-        sender = send_to_this_process(signal.SIGHUP, 1, 2, ready)
-        does = "signal.signal(1, lambda *_: sys.exit(75)); " + READY.replace("60", "2")
-        assert processes.run_ranks([does.format(1, str(ready))], 2) == 0
-        sender.join()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("ranks")
 def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
     (ready := tmp_path / "ready").mkdir()
     sender, since = send_to_this_process(signal.SIGTERM, 2, 2, ready), time.monotonic()

@@ -27,10 +27,6 @@ class AskedIds(NamedTuple):
     values: Tensor
     counts: Sequence[Sequence[int]]
 
-    @property
-    def by_rank(self) -> list[int]:
-        return [sum(of_rank) for of_rank in self.counts]
-
     def lookup(self, names: Sequence[str]) -> KeyedJaggedTensor:
         """Returns a lookup's input, whose features are the lists, with as many bags for each rank."""
         W, F = len(self.counts), len(names)

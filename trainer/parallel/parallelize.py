@@ -198,7 +198,7 @@ def parallelize(
     devices = Devices.of(ranks)
     plans = plan_tables(embedded, rules, devices, ranks.group)
     replicas = Replicas.of(ranks, tables.ranks_of_group(ranks.world_size), wire.timeout_seconds)
-    group_plans = placed(plans, replicas.first_rank, devices.per_host)
+    group_plans = placed(plans, replicas.number * replicas.group.size(), devices.per_host)
     modules = _shard(collections.tables, group_plans, tables, ranks, replicas)
     attached = attach(modules, wire, seed=derive_key("wire", train.seed))
     sharded, pooled = [], []

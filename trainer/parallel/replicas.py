@@ -45,11 +45,6 @@ class Replicas:
         own, peers = (_own(of, ranks, timeout_seconds) for of in (groups, groups.T))
         return cls(own, peers, ranks.rank // size)
 
-    @property
-    def first_rank(self) -> int:
-        """Of this rank's group."""
-        return self.number * self.group.size()
-
 
 def _own(groups: np.ndarray, ranks: Ranks, timeout_seconds: int) -> dist.ProcessGroup:
     """Returns the group with this rank among some groups [groups, ranks], which together are all ranks."""

@@ -248,7 +248,7 @@ class _Part:
                 SequenceShardingContext(
                     batch_size_per_rank=[inputs[-1].stride() // W] * W,
                     input_splits=rows_asked,
-                    output_splits=asked.by_rank,
+                    output_splits=[*map(sum, asked.counts)],
                 )
             )
         answer = cast(Any, self.tables.module.compute_and_output_dist(context, KJTList(inputs)))

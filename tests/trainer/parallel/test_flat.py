@@ -74,18 +74,3 @@ def test_equals_separate_parameters(name: str, tmp_path: Path) -> None:
 def test_equals_separate_parameters_on_two_ranks(wire: str, tmp_path: Path) -> None:
     config = small_config(write_dataset(tmp_path / "data"), {"comm.dense": wire})
     assert two_ranks.run(different, config) == [[], []]
-
-
-def test_a_weight_is_a_part_of_the_one_parameter(tmp_path: Path) -> None:
-    """So that a checkpoint is read into it, and the optimizer moves it."""
-    with a_pipeline(small_config(write_dataset(tmp_path / "data")), 2) as pipeline:
-        flat = pipeline.model.replicated
-        assert [name for name, _ in flat.named_parameters()] == ["flat_P"]
-        for weight in pipeline.model.tower.parameters():
-            assert weight.untyped_storage().data_ptr() == flat.flat_P.untyped_storage().data_ptr()
-            assert weight.storage_offset() % 64 == 0
-        pipeline.train_step()
-        before = pipeline.model.loss(pipeline.rows, pipeline.batch)["loss"].item()
-        with torch.no_grad():
-            next(pipeline.model.tower.parameters()).add_(0.5)
-        assert pipeline.model.loss(pipeline.rows, pipeline.batch)["loss"].item() != before
