@@ -119,7 +119,7 @@ def any_case(draw: st.DrawFn, forward: str) -> Case:
         shardings = [kind for kind in SHARDINGS if not (whole_rows and kind == "column_wise")]
         settings |= {
             f"tables.{table.name}.sharding": draw(st.sampled_from(shardings)),
-            f"tables.{table.name}.dim": draw(st.sampled_from([4, 8, 16])),
+            f"tables.{table.name}.dim": draw(st.sampled_from([4, 8])),
             f"tables.{table.name}.optimizer": optimizer,
             f"tables.{table.name}.lr": draw(st.sampled_from([0.1, 0.01])),
             f"tables.{table.name}.init_std": 0.5,
