@@ -209,9 +209,6 @@ def small_config(data: Path, settings: Mapping[str, Any] = MappingProxyType({}))
     for section, kind in (("model.similarity.", "mol"), ("model.encoder.", "sasrec")):
         if flat.get(f"{section}kind", kind) != kind:
             flat = {key: value for key, value in flat.items() if not key.startswith(section) or key in settings}
-    for section in ("tables.", "dense."):
-        if flat.get(f"{section}optimizer") == "sgd":
-            flat.pop(f"{section}eps", None)
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")

@@ -45,6 +45,17 @@ SMALL: Settings = {
 }
 """Kernels run in Triton's interpreter. With Adam's usual eps, a gradient that is nearly zero moves its weight by the
 whole rate, in a direction that is one of rounding."""
+
+
+def configured(data: Path, settings: Settings, device: str = "cuda") -> Config:
+    """SMALL with these settings; without eps for optimizers that refuse it."""
+    flat = {**SMALL, **settings, "train.device": device}
+    for section in ("tables", "dense"):
+        if flat.get(f"{section}.optimizer") == "sgd":
+            del flat[f"{section}.eps"]
+    return small_config(data, flat)
+
+
 ONE_BLOCK = {"sasrec": {"blocks": 1}, "hstu": {"blocks": 1, "heads": 1, "times": True}, "pooled": {}}
 SIMILARITIES = ("dot", "mlp", "neumf", "deepfm", "mol")
 PAIRS: dict[str, Settings] = {
@@ -98,7 +109,7 @@ def trained(
     device = None if library is None else simulated_cuda.begin(library)
     found = {}
     for name, settings in cases.items():
-        config = small_config(data, {**SMALL, **settings, "train.device": "cuda" if device else "cpu"})
+        config = configured(data, settings, "cuda" if device else "cpu")
         if device:
             device.launches.clear()
             device.streams = Streams() if streams else None
@@ -167,8 +178,7 @@ def waited(data: Path, library: Path) -> dict[str, dict[str, int]]:
     """Where the host waits for the device in a step that is not logged and sends the rows of one that is not."""
     device, found = simulated_cuda.begin(library), {}
     for name, settings in PLACED.items():
-        settings = {**SMALL, **FEATURES, "train.log_every": 100, "train.device": "cuda", **settings}
-        with a_pipeline(small_config(data, settings), 4) as pipeline:
+        with a_pipeline(configured(data, {**FEATURES, "train.log_every": 100, **settings}), 4) as pipeline:
             pipeline.train_step()
             device.waits.clear()
             pipeline.train_step()
@@ -262,8 +272,7 @@ def skipped(data: Path, library: Path, names: Sequence[str]) -> dict[str, list[S
     simulated_cuda.begin(library)
     found = {}
     for name in names:
-        settings = {**SMALL, "model.similarity.kind": "dot", "train.log_every": 100, **SKIPPING[name]}
-        config = small_config(data, {**settings, "train.device": "cuda"})
+        config = configured(data, {"model.similarity.kind": "dot", "train.log_every": 100, **SKIPPING[name]})
         (expected, _), (state, found[name]) = (after_skips(config, broken) for broken in (False, True))
         assert all(map(torch.equal, state, expected)), name
     return found
