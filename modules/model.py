@@ -6,7 +6,6 @@ Axes: T valid positions of a batch, packed, V unique items of a batch, S items o
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from logitmix.common.plugins import module_of
@@ -97,13 +96,6 @@ class SampledLosses(nn.Module):
             return stage.sampled_softmax(query, item, examples, batch.noise) / batch.total_targets
         reduce = partial(module_of(config), config=config)
         return stage.sampled_loss(reduce, query, item, examples, batch.noise) / batch.total_targets
-
-
-def losses_in_blocks(tower: Tower, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """The losses for which a GPU has no kernels with products in `dtype`: those of the "similarity" and "hindexer"."""
-    stages: dict[str, Similarity | None] = {"similarity": tower.similarity, "hindexer": tower.hindexer}
-    softmax = tower.config.loss.kind == "softmax"
-    return [name for name, of in stages.items() if of is not None and not (softmax and of.has_kernels(dtype, device))]
 
 
 def mutual_information(

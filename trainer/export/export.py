@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -67,19 +67,14 @@ SAMPLED_PARTS, SAMPLED_ITEMS = 2**4, 2**9
 """Parts of the corpus, and in each as many items that the scales are estimated on."""
 
 
-class _Maker(NamedTuple):
-    check: Callable[[ModelConfig], None]
-    """ValueError if the extra cannot be made here of such a model."""
-    write: Callable[[Path, Contents], Entries]
-    """Writes it beside the other files of an export; returns the manifest's entries."""
-
-
 Extra = Literal["faiss", "vectors", "onnx", "programs"]
-EXTRAS: Mapping[Extra, _Maker] = {
-    **{kind: _Maker(partial(check_index, kind), partial(write_index, kind)) for kind in INDEXES},
-    "onnx": _Maker(check_onnx, write_onnx),
-    "programs": _Maker(check_programs, write_programs),
+EXTRAS: Mapping[Extra, tuple[Callable[[ModelConfig], None], Callable[[Path, Contents], Entries]]] = {
+    **{kind: (partial(check_index, kind), partial(write_index, kind)) for kind in INDEXES},
+    "onnx": (check_onnx, write_onnx),
+    "programs": (check_programs, write_programs),
 }
+"""Of each, what raises ValueError if it cannot be made here of such a model, and what writes it beside the other files
+of an export and returns the manifest's entries."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +276,7 @@ def _require_exportable(about: About, extras: Collection[Extra]) -> None:
             "give only one of them"
         )
     for name in extras:
-        EXTRAS[name].check(about.model)
+        EXTRAS[name][0](about.model)
 
 
 def about_new_items(about: About) -> str:
@@ -302,7 +297,7 @@ def write_extras(staging: Path, about: About, entries: Entries, extras: Collecti
         writer.write_manifest(staging, about, entries)
         contents = reader.read(staging)
         for name in extras:
-            written |= EXTRAS[name].write(staging, contents)
+            written |= EXTRAS[name][1](staging, contents)
     return written
 
 

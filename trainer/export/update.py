@@ -39,7 +39,7 @@ def _write(directory: Path, contents: Contents, plan: Plan) -> None:
     files = reader.read_manifest(directory)["files"]
     kinds = [kind for kind, (end, _) in INDEXES.items() if f"hindexer{end}" in files or f"similarity{end}" in files]
     for kind in kinds:
-        EXTRAS[kind].check(contents.about.model)
+        EXTRAS[kind][0](contents.about.model)
     with whole_directory(directory, writer.kept(directory, None)) as staging:
         about, entries = write_planned(directory, contents, plan, staging)
         entries |= write_extras(staging, about, entries, kinds)

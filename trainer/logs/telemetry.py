@@ -24,8 +24,6 @@ from logitmix.comm.exchange import QUALITY
 from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 from logitmix.modules.embeddings import own_name
-from logitmix.modules.model import losses_in_blocks
-from logitmix.modules.schema import RECENCY
 from logitmix.trainer.config import TrainConfig
 from logitmix.trainer.data.dataset import Dataset
 from logitmix.trainer.logs.loggers import Loggers
@@ -255,17 +253,10 @@ def start_block(
         "wire": sent,
     }
     block |= {name: line for name, line in of_data.items() if line}
-    features = settings.features
-    if (getattr(settings.encoder, "times", False) or RECENCY in features) and not dataset.unit_of_times():
-        block["times"] = "of no known unit, such as positions: the model takes their differences for times"
     if line := idle_ranks(train.batch_size, ranks.world_size):
         block["batch"] = line
-    if item_valued := dataset.schema.only(features).item_valued:
+    if item_valued := dataset.schema.only(settings.features).item_valued:
         block["export"] = f"not possible: {', '.join(item_valued)} and the item ids share a table"
-    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    if ranks.device.type == "cuda" and (losses := losses_in_blocks(model.tower, dtype, ranks.device)):
-        slow = "has no CUDA kernel and runs block by block in plain torch, in many small launches"
-        block["loss"] = f"that of {' and '.join(losses)} {slow}"
     return with_plan(block, model.plan)
 
 

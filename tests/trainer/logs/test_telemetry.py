@@ -14,11 +14,9 @@ from small_data import in_memory, small_config, write_dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from logitmix.comm.config import WireConfig
-from logitmix.modules.config import BCEConfig, HIndexerConfig, ModelConfig, MoLConfig, NeuMFConfig
-from logitmix.modules.losses import mol_triton
-from logitmix.modules.towers import Tower
-from logitmix.trainer.config import Config, TrainConfig, flatten, with_settings
-from logitmix.trainer.data.dataset import Dataset, load_dataset
+from logitmix.modules.config import ModelConfig
+from logitmix.trainer.config import Config, TrainConfig, flatten
+from logitmix.trainer.data.dataset import load_dataset
 from logitmix.trainer.logs import projector, telemetry
 from logitmix.trainer.logs.board import Board
 from logitmix.trainer.logs.loggers import Loggers
@@ -71,39 +69,6 @@ def test_the_start_block_names_what_is_computed_in(monkeypatch: pytest.MonkeyPat
 def test_the_start_block_says_which_ranks_have_nothing_to_train_on(batch_size: int, said: str) -> None:
     lines = start_block(DATASET, some_model(32, batch_size=batch_size)).splitlines()
     assert [line[12:].startswith(said) for line in lines if line.startswith("batch ")] == [True] * bool(said)
-
-
-def test_the_start_block_says_that_times_may_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, model = (
-        "times       of no known unit, such as positions: the model takes their differences for times",
-        some_model(),
-    )
-    assert said not in start_block(DATASET, model)
-    model.tower.config = with_settings(Config(), {"model.features": ["recency"]}).model
-    for unit in (None, "s"):
-        monkeypatch.setattr(Dataset, "unit_of_times", lambda _, unit=unit: unit)
-        assert (said in start_block(DATASET, model).splitlines()) == (unit is None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"similarity": MoLConfig()}, ""),
-        ({"similarity": NeuMFConfig()}, "similarity"),
-        ({"loss": BCEConfig()}, "similarity and hindexer"),
-    ],
-)
-def test_the_start_block_says_which_losses_have_no_cuda_kernel(
-    settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mol_triton, "max_shared_mem", lambda index: 227 * 1024)
-    model = some_model()
-    model.tower = Tower(ModelConfig(hindexer=HIndexerConfig(dim=8, weight=0.3), **settings), DATASET.schema)
-    for device in ("cpu", "cuda"):
-        model.ranks.device = torch.device(device)
-        said = [line for line in start_block(DATASET, model).splitlines() if line.startswith("loss ")]
-        assert len(said) == (device == "cuda" and bool(named))
-        assert not said or f"that of {named} has no CUDA kernel" in said[0]
 
 
 def test_what_remains_follows_from_steps_or_minutes() -> None:
