@@ -304,15 +304,15 @@ def find_features(columns: Sequence[str], features: Collection[str]) -> dict[str
 
 
 def embedded(
-    options: FeaturesOptions, columns: Sequence[RawColumn], names: Collection[str], title: str
+    options: FeaturesOptions, columns: Sequence[RawColumn], names: Collection[str], titles: Sequence[str]
 ) -> FeaturesOptions:
-    """The options with kind text for the columns that --embed names. ValueError for one that is not there. `title` is
-    that of titles, which is among them where it is embedded; "" without one."""
+    """The options with kind text for the columns that --embed names. ValueError for one that is neither among the
+    columns nor `titles`."""
     features = dict(options.features)
     for name in names:
         found = next((of.name for of in columns if name in (of.source, of.name)), None)
         if found is None:
-            there = [*filter(None, dict.fromkeys([title, *(of.source for of in columns)]))]
+            there = list(dict.fromkeys([*titles, *(of.source for of in columns)]))
             raise ValueError(f"--embed: no column {name!r:.80}{nearest(name, there)}; there are: {', '.join(there)}")
         features[found] = replace(features.get(found, FeatureOptions()), kind="text")
     return replace(options, features=features)
@@ -648,7 +648,7 @@ class _Source:
         """Raises ValueError if values of the column's type do not fit its kind."""
         if not fits:
             kind = self.found.values.type
-            raise ValueError(f"feature {self.column.name} of kind {self.column.kind} has values of type {kind}: {what}")
+            raise ValueError(f"feature {self.column.name} has values of type {kind}, which are {what}")
 
     def _note_wrong(self, what: str, wrong: pa.Array, are_few: bool, why: str = "") -> None:
         """Notes values that are no numbers or dates. ValueError if they are too many for exceptions."""

@@ -11,7 +11,7 @@ The same source and options give the same bytes.
 
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,6 @@ from logitmix.trainer.data.arrow import is_list
 from logitmix.trainer.data.dataset import encoders_of
 from logitmix.trainer.data.description import WAITING, is_dataset
 from logitmix.trainer.data.engine import Duck
-from logitmix.trainer.data.repeats import are_common, highest_hit_rates, said_of_repeats
 from logitmix.trainer.data.writer import DatasetContents, PartWriter, finish_dataset
 from logitmix.trainer.prepare.append import append, read_for_appending, read_waiting
 from logitmix.trainer.prepare.config import PrepareOptions
@@ -265,32 +264,19 @@ def _write(
             source=origin,
             generator=job.generator,
         )
-    # Of actions that are appended, the histories are elsewhere.
-    repeated = {} if known else description["repeated_targets"]
-    notes = [*side_notes, *_notes(made, repeated)]
+    notes = [*side_notes, *made.notes]
+    if made.unused:
+        named = dict[str, list[str]]()
+        for name, reason in made.unused.items():
+            named.setdefault(reason, []).append(name)
+        unused = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
+        notes.append(f"not used, unless --schema FILE states a kind: {unused}")
     if numbered.waiting is not None and len(numbered.waiting):
         rows = f"{len(numbered.waiting):,} rows wait for an action of their user that is kept"
         notes.insert(0, f"--shown: {rows}; --append may bring it")
     for note in notes:
         tell(console, note)
     return description
-
-
-def _notes(made: Features, repeated: Mapping[str, float]) -> list[str]:
-    """What a user may want to act on: of the features, and of targets that repeat, if that is not {}."""
-    messages, named = list(made.notes), dict[str, list[str]]()
-    for name, reason in made.unused.items():
-        named.setdefault(reason, []).append(name)
-    if named:
-        columns = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in named.items())
-        messages.append(f"not used, unless --schema FILE states a kind: {columns}")
-    if repeated and (limits := highest_hit_rates(repeated)):
-        rule = (
-            "will not leave it out of its ranking" if are_common(repeated) else f"leaves out of its ranking: {limits}"
-        )
-        which = ": evaluation" if are_common(repeated) else ", which evaluation"
-        messages.append(f"{said_of_repeats(repeated)} are in their user's history{which} {rule}")
-    return messages
 
 
 def _match(job: Job, numbered: Numbered) -> tuple[dict[str, dict[str, int]], list[str]]:
@@ -339,7 +325,7 @@ def _features(
         return values.take(pa.array(keys, mask=keys < 0))
 
     names = name_features(found, known.schema.features if known else ())
-    title = options.title_column if options.title_column in job.items.columns else ""
+    title = [options.title_column] if options.title_column in job.items.columns else []
     stated = embedded(stated, names, options.embedded_columns, title)
     if known:
         stated, there = known.options(), [of.name for of in names]

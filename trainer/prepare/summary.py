@@ -24,7 +24,7 @@ def summarize(description: Mapping[str, Any], directory: Path) -> str:
     features = [feature for feature in schema.features if feature.name != ITEM]
     lines = _of_reading(description, directory)
     lines.append(f"written   {_counts(description)} to {directory}")
-    lines.append(f"users     {_lengths(description)}")
+    lines.append(f"users     {description['actions'] / description['users']:.2f} actions each")
     lines.append(f"times     {_span(description['times'])}")
     lines += [f"{what:10}{line}" for what, line in _sides(description).items()]
     titles = f"of {description['titles']:,} of {counted(description['items'], 'item')}"
@@ -70,17 +70,6 @@ def _removals(filters: Mapping[str, Any]) -> list[str]:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(counted(counts[f"{what}s"], what) for what in ("user", "item", "action"))
-
-
-def _lengths(description: Mapping[str, Any]) -> str:
-    users = max(1, description["users"])
-    cut = {
-        last: of["actions"]
-        for last, of in description["last_actions"].items()
-        if of["actions"] < description["actions"]
-    }
-    shown = f"{description['actions'] / users:.2f} actions each"
-    return shown + "".join(f", {actions / users:.2f} of the last {last}" for last, actions in cut.items())
 
 
 def _sides(description: Mapping[str, Any]) -> dict[str, str]:

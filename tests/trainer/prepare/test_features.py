@@ -148,7 +148,7 @@ def test_dates_are_days_since_1970_and_missing_ones_before_all() -> None:
         ("item", ["soon", "later"], "s", "has the value 'soon', which is no date"),
         ("item", ["01/02/2024"], "s", "cannot be dates: it cannot be told which of the first two numbers is the month"),
         ("item", [3, 4], "s", "cannot be dates: are no dates (value:1: 3)"),
-        ("item", [[1.0]], "s", "of kind date has values of type list<item: double>: no dates"),
+        ("item", [[1.0]], "s", "has values of type list<item: double>, which are no dates"),
         ("item", DAYS, "", "has dates, but the times of the actions are none"),
         ("user", DAYS, "s", "is of users; kind date is the age of items at a request"),
     ],
@@ -324,13 +324,13 @@ def test_stated_kinds_of_numbers(values: pa.Array, kind: str, numbers: list[Any]
     ("values", "kind", "message"),
     [
         (pa.array(["1", "two"]), "number", "has the value 'two', which is no number"),
-        (pa.array([[1.0]]), "number", "of kind number has values of type list<.*>: no numbers"),
-        (pa.array([b"\xff"], pa.binary(1)), "number", r"of type fixed_size_binary\[1\]: no numbers"),
+        (pa.array([[1.0]]), "number", "has values of type list<.*>, which are no numbers"),
+        (pa.array([b"\xff"], pa.binary(1)), "number", r"of type fixed_size_binary\[1\], which are no numbers"),
         (pa.array(["1,5", "2.5"]), "number", "the value '1,5', which is no number .'1,5' and '2.5' differ in"),
-        (pa.array([["a"]]), "id", "of kind id has values of type list<.*>: no single ids"),
-        (pa.array([{"a": 1}]), "ids", "has values of type struct<.*>: no ids"),
+        (pa.array([["a"]]), "id", "has values of type list<.*>, which are no single ids"),
+        (pa.array([{"a": 1}]), "ids", "has values of type struct<.*>, which are no ids"),
         (pa.array([[1.0], [1.0, 2.0, 3.0]]), "vector", "has lists of 1, 3 numbers; a vector needs one width"),
-        (pa.array([1.5]), "vector", "has values of type double: no lists of numbers"),
+        (pa.array([1.5]), "vector", "has values of type double, which are no lists of numbers"),
     ],
 )
 def test_kinds_that_values_do_not_fit_are_named(values: pa.Array, kind: str, message: str) -> None:

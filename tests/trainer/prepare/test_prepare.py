@@ -157,7 +157,7 @@ def test_the_summary_knows_the_recipes_of_a_dataset(tmp_path: Path, monkeypatch:
     lines = summarize(made, PrepareOptions("demo").directory).splitlines()
     assert lines[4] == "titles    of 3,000 of 3,000 items"
     assert lines[-1] == "next      logitmix train demo-mol"
-    assert lines[2] == "users     39.60 actions each, 38.59 of the last 51"
+    assert lines[2] == "users     39.60 actions each"
 
 
 def test_ids_sort_as_text_as_soon_as_one_is_no_number(tmp_path: Path) -> None:

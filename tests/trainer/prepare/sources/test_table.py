@@ -280,25 +280,6 @@ def test_files_that_are_not_there_are_named(shop: Path, name: str) -> None:
         prepared(file_of(shop, ACTIONS.encode()), **{name: "nowhere"})
 
 
-def test_repeats_are_said(shop: Path) -> None:
-    rows = [f"u,{item},{at}\n" for at, item in enumerate("abab")]
-    dataset, said = of_shop(shop, clicks="user,item,timestamp\n" + "".join(rows))
-    assert dataset.repeated_targets == {"validation": 1.0, "test": 1.0}
-    assert said == (
-        "100% of the validation targets and 100% of the test targets are in their user's history: evaluation will not "
-        "leave it out of its ranking\n"
-    )
-
-
-def test_hits_that_cannot_be_are_said(shop: Path) -> None:
-    rows = [f"u{user},{item},{at}\n" for user in range(20) for at, item in enumerate("abcd" if user else "abca")]
-    _, said = of_shop(shop, clicks="user,item,timestamp\n" + "".join(rows))
-    assert said == (
-        "0% of the validation targets and 5% of the test targets are in their user's history, which evaluation leaves "
-        "out of its ranking: no hit rate can be above 1.00 in validation and 0.95 in test\n"
-    )
-
-
 VIEW, HALF = pa.string_view(), pa.float16()
 NEWER: dict[str, list[tuple[str, list[Any], pa.DataType, pa.DataType]]] = {
     "clicks": [
