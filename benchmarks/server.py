@@ -1,12 +1,11 @@
 """`logitmix serve` under load: throughput, latency and memory.
 
-    python -m benchmarks.server [DIR] [--requests 10000] [--clients 1,8,64] [--workers 1,2]
+    python -m benchmarks.server DIR [--requests 10000] [--clients 1,8,64] [--workers 1,2]
 
-DIR is a serving directory. Without one, the recipe demo-mol is trained for some seconds on random clicks on 10,000
-items, and exported. The server is the real command in a process of its own; it shares the machine with the clients.
-Of several numbers of workers, and several `--stage1`, each has a server; all are measured in turn, `--repetitions`
-times, and the table has medians. Memory is that of all processes of a server (PSS): of pages that others map too, among
-them the servers that are measured beside it, its share.
+DIR is a serving directory. The server is the real command in a process of its own; it shares the machine with the
+clients. Of several numbers of workers, and several `--stage1`, each has a server; all are measured in turn. Memory is
+that of all processes of a server (PSS): of pages that others map too, among them the servers that are measured beside
+it, its share.
 
 A client sends its next request when it has the answer to the last one, over a connection that stays open; requests have
 20 random items of history and k = 10. The server's own CPU time for a request depends less on what else the machine
@@ -31,17 +30,17 @@ from typing import Any
 
 import tyro
 
-from benchmarks.measure import logitmix, machine, print_table
+from benchmarks.measure import machine, print_table
 from logitmix.serving.retriever import Retriever
 
-ITEMS, HISTORY, K = 10_000, 20, 10
+HISTORY, K = 20, 10
 COLUMNS = {"clients": 0, "requests_per_second": 0, "p50_ms": 1, "p99_ms": 1, "cpu_ms": 1, "mb": 0}
 """With their digits."""
 
 
 @dataclass(frozen=True)
 class Options:
-    directory: tyro.conf.Positional[str] = ""
+    directory: tyro.conf.Positional[str]
     """Serving directory."""
     requests: int = 10_000
     clients: str = "1,8,64"
@@ -51,13 +50,12 @@ class Options:
     """Of each worker; the cores divided among them when 0."""
     wait_ms: float = 10.0
     """As for logitmix serve, all of these; lists are separated by commas."""
-    repetitions: int = 1
     seed: int = 0
 
 
 def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        directory = options.directory or _export(Path(scratch))
+        directory = options.directory
         retriever = Retriever.load(directory)
         ids = [
             retriever.raw_ids[place] for place in range(0, retriever.num_items, max(1, retriever.num_items // 10**5))
@@ -73,9 +71,7 @@ def main(options: Options) -> None:
                 stack.callback(servers[-1].process.kill)
         rows = asyncio.run(_measured(options, servers, ids))
         problems = [problem for server in servers for problem in server.end()]
-    cells = [
-        (row["server"], *(f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items())) for row in _medians(rows)
-    ]
+    cells = [(row["server"], *(f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items())) for row in rows]
     print_table(("workers, stage1", "clients", "requests/s", "p50 ms", "p99 ms", "CPU ms", "MB"), cells, setting, 140)
     if problems:
         raise SystemExit("\n".join(problems))
@@ -118,20 +114,6 @@ class _Server:
         return sum(map(_own_mb, self.processes))
 
 
-def _export(scratch: Path) -> str:
-    chance = random.Random(0)
-    actions = (f"{user},item {chance.randrange(ITEMS)},{time}" for user in range(2_000) for time in range(50))
-    everything = (f"0,item {item},0" for item in range(ITEMS))
-    Path(scratch, "clicks.csv").write_text("\n".join(["user,item,timestamp", *everything, *actions]) + "\n")
-    data, run, out = (str(scratch / name) for name in ("data", "run", "export"))
-    logitmix("prepare", "table", "--source", f"{scratch}/clicks.csv", "--out", data)
-    logitmix(
-        "train", "demo-mol", "--data.path", data, "--run", run, "--train.minutes", "0.05", "--evaluate.users", "10"
-    )
-    logitmix("export", run, "--out", out)
-    return out
-
-
 def _port(server: subprocess.Popen[bytes], log: Path) -> int:
     """The port of a server that has started."""
     while server.poll() is None:
@@ -147,24 +129,15 @@ async def _measured(options: Options, servers: Sequence[_Server], ids: list[str]
     for server in servers:
         await _load(server.port, max(numbers), 5 * max(numbers), ids, chance)
     for clients in numbers:
-        for _ in range(options.repetitions):
-            for server in servers:
-                start, cpu = time.perf_counter(), server.cpu_seconds
-                seconds = sorted(await _load(server.port, clients, options.requests, ids, chance))
-                taken = time.perf_counter() - start
-                row = {"server": server.name, "clients": clients, "mb": server.mb}
-                row |= {"requests_per_second": options.requests / taken, "p50_ms": statistics.median(seconds) * 1000}
-                row |= {"p99_ms": seconds[int(0.99 * len(seconds))] * 1000}
-                rows.append(row | {"cpu_ms": (server.cpu_seconds - cpu) / options.requests * 1000})
+        for server in servers:
+            start, cpu = time.perf_counter(), server.cpu_seconds
+            seconds = sorted(await _load(server.port, clients, options.requests, ids, chance))
+            taken = time.perf_counter() - start
+            row = {"server": server.name, "clients": clients, "mb": server.mb}
+            row |= {"requests_per_second": options.requests / taken, "p50_ms": statistics.median(seconds) * 1000}
+            row |= {"p99_ms": seconds[int(0.99 * len(seconds))] * 1000}
+            rows.append(row | {"cpu_ms": (server.cpu_seconds - cpu) / options.requests * 1000})
     return rows
-
-
-def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the rows of each server and number of clients."""
-    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["server"], row["clients"]), []).append(row)
-    return [of[0] | {name: statistics.median(row[name] for row in of) for name in COLUMNS} for of in groups.values()]
 
 
 async def _load(port: int, clients: int, requests: int, ids: list[str], chance: random.Random) -> list[float]:

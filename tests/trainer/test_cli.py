@@ -95,7 +95,7 @@ def test_another_kind_may_need_other_values(to_train: list[Config], tmp_path: Pa
 
 
 def test_a_table_is_set_by_its_name(to_train: list[Config], tmp_path: Path) -> None:
-    words = "--tables.item.sharding row_wise --tables.lr 0.5 --tables.zip.init-std=0.125 --tables.item.lr 2"
+    words = "--tables.item.sharding row_wise --tables.lr 0.5 --tables.zip.init-std=.125 --tables.item.lr 2"
     words += " --tables.zip.pooled true --tables.zip.dim 16"
     cli.main(["train", "demo-mol", *words.split()])
     tables = to_train[0].tables
@@ -143,7 +143,7 @@ def test_help_lists_every_setting(section: str, kind: str, cls: type, helped: Ca
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_help_says_what_a_recipe_changes_and_which_sections_there_are(command: str, helped: Callable[..., str]) -> None:
     said = helped(command, "ml-1m-mol", *["--train.clip", "0.5", "--tables.item.lr", "2", "--train.refit", "--help"])
-    assert len(said.splitlines()) < 60
+    assert len(said.splitlines()) < 64
     changed, sections = said.partition("\noptions:")[0].splitlines(), said.partition("sections of settings:")[2]
     flags = (
         "train.epochs 24.0",

@@ -114,10 +114,16 @@ def take_table_words(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     for flag, value in taken:
         _, name, setting = flag.split(".")
         setting = setting.replace("-", "_")
-        with suppress(ValueError):
-            value = from_json(value)
-        by_name.setdefault(name, {})[setting] = value
+        by_name.setdefault(name, {})[setting] = _value(value)
     return left, by_name
+
+
+def _value(text: str) -> Any:
+    """The number, true or false that a text is, or else the text."""
+    for read in (from_json, float):
+        with suppress(ValueError):
+            return read(text)
+    return text
 
 
 def take_start_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
