@@ -34,7 +34,6 @@ from logitmix.trainer.data.description import (
     schema_of,
 )
 from logitmix.trainer.data.writer import rows_table, sequences_of
-from logitmix.trainer.prepare.matching import alike
 
 OWN = ("titles", "read", "filters", "times", "rejected_lines", "source", "generator", "side_tables")
 """What dataset.json says of each part by itself."""
@@ -110,11 +109,9 @@ def read_waiting(path: Path) -> pa.Table | None:
     return found
 
 
-def append(
-    path: Path, description: Mapping[str, Any], schema: Schema, later: Path, staging: Path
-) -> tuple[dict[str, Any], list[str]]:
+def append(path: Path, description: Mapping[str, Any], schema: Schema, later: Path, staging: Path) -> dict[str, Any]:
     """Makes of the directory `staging` the dataset at `path`, of which `read_for_appending` has found the others, with
-    the actions of that at `later` behind its own; returns the content of its dataset.json, and notes. Files of `path`
+    the actions of that at `later` behind its own; returns the content of its dataset.json. Files of `path`
     are linked where the file system can.
 
     ValueError as of `load_dataset` and `require_later`.
@@ -128,10 +125,9 @@ def append(
     folder.mkdir(parents=True)
     ids = {"user": _joined(raw_user_ids_of(later)), "item": dataset.raw_id_column().combine_chunks()}
     known = {"user": _joined(raw_user_ids_of(path)), "item": _joined(stored_values(path, schema, ITEM))[:-1]}
-    number_of, new, notes = dict[str, np.ndarray](), {"event": np.arange(len(dataset.items_flat))}, list[str]()
+    number_of, new = dict[str, np.ndarray](), {"event": np.arange(len(dataset.items_flat))}
     for owner in ids:
         number_of[owner], new[owner] = _numbers(ids[owner], known[owner])
-        notes += alike(f"new {owner}", ids[owner].take(pa.array(new[owner])), known[owner])
     features = [of for of in schema.features if of.name != ITEM]
     columns = {of.name: _column(dataset, of, new[of.owner]) for of in features}
     named = [table.name for table in schema.tables if table.name != ITEM]
@@ -168,7 +164,7 @@ def append(
         "files": (description.get("files") or entries_of(staging, linked))
         | entries_of(staging, sorted(folder.rglob("*"))),
     }
-    return FORMAT.write(staging / "dataset.json", whole), notes
+    return FORMAT.write(staging / "dataset.json", whole)
 
 
 def _require_widths(schema: Schema, later: Schema) -> None:

@@ -1,7 +1,6 @@
 """Downloads the public sources that have a published digest, and refuses files with another digest."""
 
 import http.client
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,11 +81,7 @@ def _fetch(url: str, part: Path, progress: Progress, timeout: float) -> None:
                 out.write(block)
                 received += len(block)
                 progress.advance(task, len(block))
-    except urllib.error.HTTPError as error:
-        raise ValueError(f"{url}: the server answered {error.code} {error.reason}") from None
-    except urllib.error.URLError as error:
-        raise ValueError(f"{url}: no connection ({error.reason})") from None
-    except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
-        raise ValueError(f"{url}: the connection broke off ({error or type(error).__name__}); try again") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"{url}: not downloaded ({error or type(error).__name__})") from None
     if received < size:
         raise ValueError(f"{url}: the connection broke off after {received:,} of {size:,} bytes; try again")

@@ -37,11 +37,11 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
 )  # fmt: skip
 """Byte-order marks that are refused; the first two bytes of UTF-32's are those of UTF-16's."""
-_Unpack = Callable[[BinaryIO], io.RawIOBase | gzip.GzipFile]
+_Unpack = Callable[[BinaryIO], io.BufferedIOBase]
 _COMPRESSIONS: dict[str, tuple[bytes, _Unpack | None]] = {
     "gzip": (rb"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
-    "bzip2": (rb"BZh[1-9]1AY&SY", lambda raw: _Unpacked(raw, bz2.BZ2Decompressor)),
-    "xz": (rb"\xfd7zXZ", lambda raw: _Unpacked(raw, lzma.LZMADecompressor)),
+    "bzip2": (rb"BZh[1-9]1AY&SY", bz2.BZ2File),
+    "xz": (rb"\xfd7zXZ", lzma.LZMAFile),
     "zstd": (rb"\x28\xb5\x2f\xfd", None),
 }
 """What a compressed file begins with, and what reads it; None: it is refused."""
@@ -188,34 +188,6 @@ class _Recoded(io.RawIOBase):
         count = min(len(buffer), len(self.text))
         buffer[:count], self.text = self.text[:count], self.text[count:]
         return count
-
-
-class _Unpacked(io.RawIOBase):
-    """One compressed stream after the other. bz2.BZ2File and lzma.LZMAFile take a damaged one for the end."""
-
-    def __init__(self, raw: BinaryIO, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> None:
-        self.raw, self.make, self.unpacker = raw, make, make()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        place = memoryview(buffer)
-        while True:
-            more = b""
-            if self.unpacker.eof:
-                more = self.unpacker.unused_data or self.raw.read(_BLOCK)
-                if not more:
-                    return 0
-                self.unpacker = self.make()
-            elif self.unpacker.needs_input:
-                more = self.raw.read(_BLOCK)
-                if not more:
-                    raise EOFError("it ends within a compressed stream")
-            data = self.unpacker.decompress(more, len(place))
-            if data:
-                place[: len(data)] = data
-                return len(data)
 
 
 def is_zip(path: Path) -> bool:

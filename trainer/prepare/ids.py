@@ -1,18 +1,14 @@
 """Columns of ids as text: integers and whole numbers by their digits, as far as these are exact."""
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from logitmix.common.mappings import counted
-from logitmix.trainer.data.arrow import as_numpy
 from logitmix.trainer.data.numbers import MISSING
 from logitmix.trainer.prepare.rejects import Rejects
 
 FEW_LABELS = 5
 """So many ids must be there with two labels."""
-MANY, MUCH = 50, 0.2
-"""An id is doubtful that has more than this share of the actions of so many ids."""
 _NONE = pa.array(sorted({text.lower() for text in MISSING} | {"undefined"}))
 WHOLE = r"^(-?[0-9]+)(\.0*)?$"
 
@@ -37,15 +33,6 @@ def as_whole(name: str, ids: pa.StringArray, rejects: Rejects) -> pa.StringArray
     return ids
 
 
-def shortened(name: str, ids: pa.StringArray) -> list[str]:
-    """A line if ids are long numbers as spreadsheets show them."""
-    short = ids.filter(pc.match_substring_regex(ids, r"^[0-9](\.[0-9]+)?E\+[0-9]{2,}$"))
-    if not len(short):
-        return []
-    such = f"{counted(len(short), 'id')}, such as {short[0]}"
-    return [f"column {name}: {such}, as spreadsheets show long numbers, without their last digits: export it as text"]
-
-
 def labeled(name: str, ids: pa.Array) -> list[str]:
     """A line if many ids are there with two endings, such as N7-1 and N7-0, by which lists of impressions say which
     items were clicked."""
@@ -63,14 +50,12 @@ def labeled(name: str, ids: pa.Array) -> list[str]:
 
 
 def doubtful(name: str, found: pa.Table) -> list[str]:
-    """Lines about ids (`whole`) that stand for none, and about one that has much of the actions (`n`)."""
-    of_each = found.group_by("whole", use_threads=False).aggregate([("n", "sum")])
-    ids, counts = of_each["whole"].combine_chunks(), of_each["n_sum"].to_numpy()
-    of_none = pc.is_in(pc.utf8_lower(pc.utf8_trim_whitespace(ids)), value_set=_NONE)
-    lines = {
-        ids[row].as_py(): f"is the id of {counted(int(counts[row]), 'action')}, as if they had none"
-        for row in np.flatnonzero(as_numpy(of_none)).tolist()
-    }
-    if len(ids) >= MANY and (share := counts.max() / counts.sum()) > MUCH:
-        lines.setdefault(ids[int(counts.argmax())].as_py(), f"has {share:.0%} of the actions, as if it stood for many")
-    return [f'column {name}: {text} {said}; --where "{name} != {text}" leaves them out' for text, said in lines.items()]
+    """Lines about ids (`whole`) that stand for none, with how many actions (`n`) they have."""
+    ids = found["whole"].combine_chunks()
+    of_none = found.filter(pc.is_in(pc.utf8_lower(pc.utf8_trim_whitespace(ids)), value_set=_NONE))
+    counts = of_none.group_by("whole", use_threads=False).aggregate([("n", "sum")])
+    return [
+        f"column {name}: {text} is the id of {counted(count, 'action')}, as if they had none; "
+        f'--where "{name} != {text}" leaves them out'
+        for text, count in zip(counts["whole"].to_pylist(), counts["n_sum"].to_pylist(), strict=True)
+    ]

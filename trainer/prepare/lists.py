@@ -8,14 +8,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-import duckdb
-
 from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.scan import Raw, literal
 
 _SAMPLE = 10_000
-_MANY = 5
 SEPARATORS = ("|", ",", ";", " ")
 """Those that a note proposes."""
 
@@ -34,8 +31,6 @@ class Lists:
         self.repeated: dict[str, None] = {}
         """Columns with one value for all items of a row."""
         self.looked = False
-        self.again = self.repeats = 0
-        """Of the first rows: those of a user who has an earlier one, and those of them that begin as an earlier one."""
 
     def explode(self, raw: Raw) -> Raw:
         """Returns the rows of a file with one item each. A row is malformed if a parallel list has another length than
@@ -54,7 +49,6 @@ class Lists:
         )
         duck.make("lists", f"select *, {split_texts} from lists")
         items = lists[item]
-        self._compare(duck, raw.columns[user], items)
         for name, of in lists.items():
             if name not in self.parallel and name != item:
                 self.parallel[name] = (name in raw.keys and name not in texts) or _is_parallel(duck, of, items)
@@ -96,11 +90,6 @@ class Lists:
         self.rejects.say(
             f"{self.rows:,} rows have lists: read as {self.actions:,} actions, each with its own {', '.join(parallel)}"
         )
-        if self.repeats >= _MANY and 2 * self.repeats > self.again:
-            self.rejects.say(
-                f"{self.repeats:,} of the first {self.again:,} further rows of a user begin with the items of an "
-                "earlier row, as histories do that are written anew with each row: keep only the last row of each user"
-            )
         if self.empty:
             self.rejects.say(f"{self.empty:,} more rows have empty lists, such as {self.first_empty}")
 
@@ -112,16 +101,6 @@ class Lists:
         texts = "count(distinct case when typeof({0}) in ('VARCHAR', 'BIGINT') then {0} end)"
         of = {name: texts.format(columns[name]) for name in self.repeated if name in columns}
         return [name for name, count in of.items() if 2 * duck.row(f"select {count} from rows")[0] > self.rows]
-
-    def _compare(self, duck: Duck, user: str, items: str) -> None:
-        """Counts rows that repeat an earlier one, among the first."""
-        rows, users, starts = duck.row(
-            f"""select count(*), count(distinct u), count(distinct (u, start)) from (
-                select {user} as u, {items}[1:2] as start from lists where len({items}) > 1
-                order by line limit {max(0, _SAMPLE - self.rows)}
-            ) as of_lists"""
-        )
-        self.again, self.repeats = self.again + rows - users, self.repeats + rows - starts
 
     def _count(self, duck: Duck, label: str, items: str) -> None:
         rows, actions, empty, first = duck.row(
@@ -140,12 +119,7 @@ class Lists:
             return raw
         item = raw.columns[raw.keys[1]]
         query = f"select {item}::varchar from {raw.relation} where {item} is not null limit {_SAMPLE}"
-        try:
-            texts = [text for (text,) in raw.duck.db.execute(query).fetchall()]
-        except duckdb.Error:
-            if not raw.careful:
-                raise
-            return self._propose(raw.carefully())
+        texts = [text for (text,) in raw.duck.db.execute(query).fetchall()]
         self.looked = self.looked or bool(texts)
         if 2 * len(set(texts)) <= len(texts):
             return raw

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from logitmix.common.mappings import counted
 from logitmix.trainer.prepare.ids import without_zeros
 
 FEW = 0.5
 """Below this share of the items or users that a table knows, an example is shown."""
 _SHOWN = 40
-_BLANKS = r"^[\s\p{Z}\p{Cf}]+|[\s\p{Z}\p{Cf}]+$"
 
 _DIFFERENCES: dict[str, Callable[[pa.StringArray], pa.StringArray]] = {
     "blanks": pc.utf8_trim_whitespace,
@@ -57,28 +54,6 @@ def _difference(missing: pa.StringArray, known: pa.StringArray, count: int) -> s
             row = pc.index(places.is_valid(), True).as_py()
             return f"ids {_shown(missing[row])} / {_shown(known[places[row].as_py()])}, which differ by {name}"
     return ""
-
-
-def alike(what: str, ids: pa.StringArray, known: pa.StringArray | None = None) -> list[str]:
-    """A line if some of the distinct ids differ from another, or from one of those `known` beside them, only by blanks,
-    case, leading zeros or how Unicode composes a letter."""
-    both = ids if known is None else pa.concat_arrays([known.cast(ids.type), ids])
-    plain = pc.utf8_lower(pc.utf8_normalize(pc.replace_substring_regex(both, _BLANKS, ""), "NFKC"))
-    plain = pc.replace_substring_regex(plain, "^0+([0-9]+)$", r"\1")
-    codes = plain.dictionary_encode().indices.to_numpy()
-    first = np.unique(codes, return_index=True)[1][codes]
-    repeated = np.flatnonzero(first != np.arange(len(codes)))
-    repeated = repeated[repeated >= len(both) - len(ids)]
-    if not len(repeated):
-        return []
-    one, other = (both[int(row)].as_py()[:_SHOWN] for row in (repeated[0], first[repeated[0]]))
-    # Where they look the same, by the codes of their letters.
-    shown = repr if one.strip().lower() == other.strip().lower() else ascii
-    differ = "differs" if len(repeated) == 1 else "differ"
-    return [
-        f"{counted(len(repeated), what)} {differ} from another only by blanks, case, zeros or Unicode's forms, such as "
-        f"{shown(one)} and {shown(other)}: they count as different"
-    ]
 
 
 def _shown(raw_id: pa.StringScalar) -> str:

@@ -141,17 +141,6 @@ class Numbered:
         keys[found["index"].to_numpy()] = found["value"].fill_null(-1).to_numpy()
         return keys
 
-    def sample(self, name: str, rows: int) -> tuple[pa.Array, np.ndarray]:
-        """Values of about so many actions that have one, and their times."""
-        table = self.columns[name]
-        (count,) = self.engine.row(f"select count({table}) from {self.table}")
-        step = 1 + count // rows
-        found = self.engine.table(f"""
-            select v.value as value, k.time as time from {self.table} as k join {table} as v on k.{table} = v.key
-            where (k.line + k.file) % {step} = 0 order by k.time, k.file, k.line, k.place
-        """)
-        return found["value"].combine_chunks(), found["time"].to_numpy()
-
     @property
     def kept(self) -> str:
         """Returns the query of the kept actions, of which KEPT_ORDER is the order in the dataset."""

@@ -57,7 +57,7 @@ from logitmix.trainer.prepare.matching import match
 from logitmix.trainer.prepare.number import KEPT_ORDER, SHOWN, Numbered, number
 from logitmix.trainer.prepare.registry import source_of
 from logitmix.trainer.prepare.rejects import Rejects, TooManyRejects
-from logitmix.trainer.prepare.row_numbers import SAMPLE, name_each_row, numbering, numbers_a_table
+from logitmix.trainer.prepare.row_numbers import name_each_row, numbering, numbers_a_table
 from logitmix.trainer.prepare.tables import Job, SideTable
 
 FILTERS = ("where", "keep_duplicates", "shown", "min_item_actions", "min_user_actions")
@@ -103,10 +103,8 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
     later.mkdir()
     given_again = replace(options, append=str(before), min_user_actions=0)
     _prepare(later, given_again, console, Job, Known(schema, encoders_of(before, schema)), read_waiting(before))
-    description, notes = append(before, description, schema, later, staging)
+    description = append(before, description, schema, later, staging)
     shutil.rmtree(later)
-    for note in notes:
-        tell(console, note)
     return description
 
 
@@ -288,7 +286,7 @@ def _match(job: Job, numbered: Numbered) -> tuple[dict[str, dict[str, int]], lis
         name = Path(getattr(job.options, what)).name if given else f"the source's table of {what}"
         if given or len(table.ids):
             found[what], few = match(what, name, table.ids, numbered.read_ids[what], kept, given)
-            notes += filter(None, [few, table.contradictions(name)])
+            notes += filter(None, [few, table.repeated(name)])
     return found, notes
 
 
@@ -352,9 +350,7 @@ def _names_each_action(numbered: Numbered, name: str) -> bool:
     values, counts = numbered.values(name)
     there = np.asarray(values.is_valid())
     count = int(counts[there].sum())
-    if 2 * np.count_nonzero(there) <= count:
-        return False
-    return name_each_row(name, *numbered.sample(name, SAMPLE), values.drop_null(), count)
+    return name_each_row(name, values, count)
 
 
 def _titles(job: Job, of_items: pa.Array | None, numbered: Numbered) -> pa.Array | None:

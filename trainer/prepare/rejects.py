@@ -6,7 +6,6 @@ from typing import TextIO
 
 from rich.console import Console
 
-from logitmix.common.mappings import counted
 from logitmix.common.messages import tell
 
 SHOWN = 5
@@ -34,8 +33,6 @@ class Rejects:
         self._file: TextIO | None = None
         self._first = ""
         self._said: set[str] = set()
-        self._undecodable: dict[str, tuple[int, str]] = {}
-        """By column: how many texts are not UTF-8, and the place of the first."""
 
     def add(self, file: str, line: int, reason: str, text: str | bytes) -> None:
         if self._file is None:
@@ -48,19 +45,13 @@ class Rejects:
         if self.count <= SHOWN:
             self.say(problem)
 
-    def count_more(self, lines: int) -> None:
-        """Counts lines of a row that is malformed, beside its first one."""
-        self.lines, self.count = self.lines + lines, self.count + lines
-
-    def undecodable(self, file: str, column: str, line: int) -> None:
-        """Notes a text that is not UTF-8, and so missing, in a line that is read all the same."""
-        count, first = self._undecodable.get(column, (0, f"{file}:{line}"))
-        self._undecodable[column] = count + 1, first
-
-    def stop_early(self, file: str, wrong: Sequence[tuple[int, str, str]]) -> None:
-        """Raises TooManyRejects for lines at the begin of a file, each with its number, reason and text, of which none
-        could be read: that is another format, not a few bad lines."""
-        if len(wrong) >= ENOUGH_TO_JUDGE and self.max_share < 1:
+    def stop_early(self, file: str, first: Sequence[tuple[int, str | None, str]]) -> None:
+        """Raises TooManyRejects if none of the first lines of a file, each with its number, reason and text, could be
+        read: that is another format, not a few bad lines."""
+        if len(first) < ENOUGH_TO_JUDGE or self.max_share == 1:
+            return
+        wrong = [(line, reason, text) for line, reason, text in first if reason]
+        if len(wrong) == len(first):
             for line, reason, text in wrong:
                 self.add(file, line, reason, text)
             raise TooManyRejects(
@@ -70,9 +61,6 @@ class Rejects:
     def finish(self) -> None:
         """Raises TooManyRejects if the share of malformed lines is above the limit."""
         self.close()
-        for column, (count, first) in self._undecodable.items():
-            are = "is not UTF-8 and counts" if count == 1 else "are not UTF-8 and count"
-            self.say(f"column {column}: {counted(count, 'text')} {are} as missing, such as {first}")
         if self.count > SHOWN:
             self.say(f"… and {self.count - SHOWN:,} more malformed lines")
         if self.count and self.count / self.lines > self.max_share:

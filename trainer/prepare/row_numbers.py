@@ -20,7 +20,6 @@ _ID = re.compile(
     r"(?i:(.*[_\W])?(id|uuid|guid|key|hash|token|nr|no|seq|sequence|offset|idx))|.*[a-z](Id|ID|Uuid|UUID|Key)"
     r"|(?i:.*(transaction|order|session|event|request|message|record|visit|invoice|basket|cart|click|log|payment)(id|no|nr))"
 )
-SAMPLE = 50_000
 
 
 def is_pandas_index(name: str) -> bool:
@@ -69,38 +68,17 @@ def numbers_the_rows(values: pa.Array, named: bool) -> bool:
     return (named or numbers[0] in (0, 1)) and float(np.mean(steps > 0 if named else steps == 1)) > 0.95
 
 
-def name_each_row(
-    name: str, values: pa.Array, times: np.ndarray | None = None, distinct: pa.Array | None = None, count: int = 0
-) -> bool:
-    """Whether numbers that hardly come again are names of the rows: by the column's name, because there is hardly a
-    whole number between them that none has, or, of actions, because they rise with the `times`. If these are only some
-    rows, the column has the different values `distinct` in `count` rows."""
-    if is_list(values.type) or pa.types.is_boolean(values.type):
+def name_each_row(name: str, values: pa.Array, count: int | None = None) -> bool:
+    """Whether whole numbers that hardly come again name the rows, as the name of their column says. With a `count` of
+    rows, the values are the different ones in these."""
+    if is_list(values.type) or pa.types.is_boolean(values.type) or not _ID.fullmatch(name):
         return False
-    if distinct is None:
-        distinct, count = values.drop_null().unique(), len(values) - values.null_count
-    if 2 * len(distinct) <= count:
-        return False
-    numbers = _floats(values.drop_null())
-    if numbers is None or len(numbers) < 2:
-        return False
-    whole = bool(np.all(numbers == np.floor(numbers)))
-    if whole and _ID.fullmatch(name):
-        return True
-    if times is None or len(numbers) < LEAST:
-        return False
-    return (whole and _are_dense(distinct)) or _rise(numbers, times)
-
-
-def _are_dense(distinct: pa.Array) -> bool:
+    there = values.drop_null()
+    distinct, count = (there.unique(), len(there)) if count is None else (there, count)
     numbers = _floats(distinct)
-    return numbers is not None and bool(len(numbers) > 0.9 * (1 + numbers.max() - numbers.min()))
-
-
-def _rise(numbers: np.ndarray, times: np.ndarray) -> bool:
-    """Whether they have nearly the order of the times."""
-    one, other = (np.argsort(np.argsort(of, kind="stable")).astype(np.float64) for of in (numbers, times))
-    return abs(float(np.corrcoef(one, other)[0, 1])) > 0.99
+    if 2 * len(distinct) <= count or numbers is None or len(numbers) < 2:
+        return False
+    return bool(np.all(numbers == np.floor(numbers)))
 
 
 def _whole(values: pa.Array) -> np.ndarray | None:

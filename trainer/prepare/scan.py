@@ -49,10 +49,6 @@ class Raw:
     one_time: bool = False
     """Whether all rows of a list have its time: the places then order them, and tell an item that a list has twice from
     a row that is there twice."""
-    lines: int | None = None
-    """The rows that the relation must have, if they are to be those of the file."""
-    careful: Callable[[], str] | None = None
-    """What reads the file line by line, if these are not so many, or DuckDB refuses it; returns the relation."""
 
     @property
     def others(self) -> dict[str, str]:
@@ -68,34 +64,20 @@ class Raw:
         """Stores the rows in the table `name`, whose columns are c0, c1 and so on, and returns them as rows of that
         table."""
         made = "".join(f", {of} as c{place}" for place, of in enumerate(self.columns.values()))
-        query = f"create or replace table {name} as select line, problem, written, {self.place} as place{made} from "
-        if not self.runs(query):
-            self.carefully().runs(query)
-        columns = {each: f"c{place}" for place, each in enumerate(self.columns)}
-        return replace(self, relation=name, columns=columns, place="place", lines=None, careful=None)
+        self.fill(f"create or replace table {name} as select line, problem, written, {self.place} as place{made}")
+        return replace(
+            self, relation=name, columns={each: f"c{at}" for at, each in enumerate(self.columns)}, place="place"
+        )
 
-    def carefully(self) -> "Raw":
-        """Returns the rows as they are found line by line."""
-        assert self.careful is not None
-        return replace(self, relation=self.careful(), lines=None, careful=None)
-
-    def runs(self, statement: str) -> bool:
-        """Runs a statement that ends before the name of the relation, and fills a table. False if the file is to be
-        read line by line; then nothing has changed. ValueError if it cannot be read at all."""
-        self.duck.db.execute("begin")
+    def fill(self, statement: str) -> None:
+        """Runs a statement that lacks FROM and the name of the relation. ValueError if the file cannot be read."""
         try:
-            [(count,)] = self.duck.db.execute(statement + self.relation).fetchall()
-            if self.lines in (None, count):
-                self.duck.db.execute("commit")
-                return True
+            self.duck.db.execute(f"{statement} from {self.relation}")
         except duckdb.Error as error:
             of_memory = isinstance(error, duckdb.OutOfMemoryException | duckdb.IOException)
-            if not self.careful and of_memory and self.label not in str(error):
+            if of_memory and self.label not in str(error):
                 raise
-            if not self.careful:
-                raise ValueError(f"{self.label}: not readable ({first_line(error)})") from None
-        self.duck.db.execute("rollback")
-        return False
+            raise ValueError(f"{self.label}: not readable ({first_line(error)})") from None
 
 
 def append(duck: Duck, name: str, rows: pa.Table) -> None:

@@ -169,9 +169,7 @@ class SparkJob(Job):
                 getattr(self.rejects, name)(*given)
             if part is None:
                 raise ValueError(error)
-            gatherer.rows_of |= part.gatherer.rows_of
-            for column, labels in part.gatherer.files_of.items():
-                gatherer.files_of.setdefault(column, set()).update(labels)
+            gatherer.names |= part.gatherer.names
             for column, types in part.gatherer.types.items():
                 for kind, label in types.items():
                     gatherer.admit(column, kind, label)
@@ -179,7 +177,7 @@ class SparkJob(Job):
             whole.kinds.update(part.kinds)
             if part.clock:
                 whole.clock = replace(part.clock, examples=part.clock.examples | (whole.clock or part.clock).examples)
-            starts.append(starts[-1] + sum(part.gatherer.rows_of.values()))
+            starts.append(starts[-1] + part.gatherer.rows)
             kinds = str([*map(list, part.gatherer.types.values())])
             alike.setdefault((kinds, *part.gatherer.columns.items()), []).append(path)
         gatherer.complete()

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.progress import Progress
 
-from logitmix.trainer.data.arrow import codes_of
 from logitmix.trainer.data.engine import Duck, scratch
 from logitmix.trainer.data.times import INTEGER_TYPES, Clock, outliers_of, unit_of
 from logitmix.trainer.data.writer import Counted, PartWriter, write_sequences
@@ -93,8 +92,9 @@ class Gatherer:
         """Kinds of columns that files state."""
         self.types: dict[str, dict[str, str]] = {}
         """The types of each column so far, but that of missing values, each with the first file that has it."""
-        self.files_of: dict[str, set[str]] = {}
-        self.rows_of: dict[str, int] = {}
+        self.names: dict[str, None] = {}
+        """All columns."""
+        self.rows = 0
 
     def append(self, raw: Raw, own: Mapping[str, str], wrong: str) -> None:
         """Adds the rows of a file, of which `own` are the table's own columns, and `wrong` the conditions of CASE for
@@ -103,7 +103,7 @@ class Gatherer:
         columns = {"file": str(len(self.labels)), "line": "line", "place": raw.place, "written": "written", **own}
         columns["problem"] = f"case when problem is not null then problem{wrong} end"
         for (name, values), kind in zip(raw.others.items(), raw.types(*raw.others), strict=True):
-            self.files_of.setdefault(name, set()).add(raw.label)
+            self.names[name] = None
             if kind.id == "null":
                 continue
             values, sql_type = common(values, kind, raw)
@@ -113,10 +113,7 @@ class Gatherer:
             self.admit(name, sql_type, raw.label)
             columns[self.columns[name]] = values
         made = ", ".join(f'{values} as "{name}"' for name, values in columns.items())
-        if not raw.runs(insert := f"insert into {self.name} by name select {made} from "):
-            raw.carefully().runs(insert)
-        of_file = f"file = {len(self.labels)} and problem is null"
-        (self.rows_of[raw.label],) = self.duck.row(f"select count(*) from {self.name} where {of_file}")
+        raw.fill(f"insert into {self.name} by name select {made}")
         self.labels.append(raw.label)
         self.kinds |= raw.kinds
 
@@ -158,31 +155,15 @@ class Gatherer:
         while rows := found.fetchmany(10_000):
             for file, line, problem, text in rows:
                 rejects.add(self.labels[file], line, problem, text)
-        rejects.lines += self.duck.row(f"select count(*) from {self.name}")[0]
+        lines, self.rows = self.duck.row(f"select count(*), count(*) - count(problem) from {self.name}")
+        rejects.lines += lines
         self.duck.db.execute(f"delete from {self.name} where problem is not null")
 
     def complete(self) -> None:
         """Adds the columns without any value."""
-        for name in self.files_of:
+        for name in self.names:
             if name not in self.columns:
                 self.admit(name, "varchar", "")
-
-    def finish(self, rejects: Rejects) -> None:
-        """Completes the columns, and says which files have no rows, and which columns some of them lack."""
-        self.complete()
-        files = [file for file, rows in self.rows_of.items() if rows]
-        empty = [file for file, rows in self.rows_of.items() if not rows]
-        if empty and files:
-            have = "has" if len(empty) == 1 else "have"
-            rejects.say(f"{len(empty):,} of {len(self.rows_of):,} files {have} no rows, such as {empty[0]}")
-        lacking = {name: [file for file in files if file not in of] for name, of in self.files_of.items()}
-        said = ", ".join(
-            f"{name} (in {len(files) - len(of):,} of {len(files):,} files, and not in {of[0]})"
-            for name, of in lacking.items()
-            if 0 < len(of) < len(files)
-        )
-        if said:
-            rejects.say(f"missing values where files lack a column: {said}")
 
 
 def id_of(raw: Raw, name: str, owner: str) -> tuple[str, str]:
@@ -249,31 +230,18 @@ class SideTable:
         return {name: column.take(rows) for name, column in self.columns.items()}
 
     def remarks(self, name: str) -> list[str]:
-        """Lines about the table `name`: which column the ids are, if that was not asked for, and `contradictions`."""
+        """Lines about the table `name`: which column the ids are, if that was not asked for, and how many ids come
+        again."""
         chosen = f"{name}: the ids are the first column, {self.first_column}" if self.first_column else ""
-        return [line for line in (chosen, self.contradictions(name)) if line]
+        return [line for line in (chosen, self.repeated(name)) if line]
 
-    def contradictions(self, name: str) -> str:
-        """A line about the ids that occur in the table `name` with different values, "" if there are none."""
-        codes = codes_of(self.ids)
-        rows = np.flatnonzero(np.bincount(codes)[codes] > 1) if len(codes) else codes
-        last = np.empty(len(codes), np.int64)
-        # Of several assignments to one place, the last one counts.
-        last[codes[rows]] = rows
-        pairs = pa.array(np.concatenate([rows, last[codes[rows]]]))
-        differ = {}
-        for column, values in self.columns.items():
-            one, other = np.split(codes_of(values.take(pairs)), 2)
-            differ[column] = one != other
-        wrong = rows[np.logical_or.reduce(list(differ.values()))] if differ else rows[:0]
-        if not len(wrong):
-            return ""
-        column = next(column for column, differs in differ.items() if differs[np.searchsorted(rows, wrong[0])])
-        count = len(np.unique(codes[wrong]))
-        ids = "id occurs" if count == 1 else "ids occur"
+    def repeated(self, name: str) -> str:
+        """A line about the ids that occur several times in the table `name`, "" if there are none."""
+        counts = self.ids.value_counts()
+        ids = counts.field(0).filter(pc.greater(counts.field(1), 1))
+        occur = "id occurs" if len(ids) == 1 else "ids occur"
         return (
-            f"{count:,} {ids} in several rows of {name} with different values, such as {self.ids[wrong[0]]} with those "
-            f"of {column}: the last row counts"
+            f"{len(ids):,} {occur} in several rows of {name}, such as {ids[0]}: the last row counts" if len(ids) else ""
         )
 
 
@@ -284,7 +252,7 @@ def side_table(raws: Iterable[Raw], rejects: Rejects) -> SideTable:
         text, wrong = id_of(raw, raw.keys[0], "id")
         gatherer.append(raw, {"id": text}, wrong)
     gatherer.reject(rejects, "id, written")
-    gatherer.finish(rejects)
+    gatherer.complete()
     table = gatherer.duck.table(f"select * from side order by {ORDER}")
     gatherer.duck.drop("side")
     columns = {name: table[of].combine_chunks() for name, of in gatherer.columns.items()}
@@ -364,7 +332,7 @@ class Job:
     def settle(self, gathered: "Gathered", time_name: str = "") -> None:
         """Finds what is known of the actions once all of them are in the table `rows`."""
         gatherer = gathered.gatherer
-        gatherer.finish(self.rejects)
+        gatherer.complete()
         self.actions = Actions(gatherer.columns, gathered.kinds, gatherer.unread)
         for what in ("user", "item"):
             ids = self.duck.table(f'select "{what}" as id, count(*) as n from rows group by 1 order by min({SEEN}), id')

@@ -1,52 +1,44 @@
 """Delimited text: CSV with or without a header, and the text formats of public datasets.
 
-What a row is, is defined by Python's csv module, strict about quotes and the length of fields. DuckDB reads a file that
-it splits in the same way: one without quotes next to other characters, and of which each line is a row of the right
-width. Any other file is read line by line. A quote that would swallow rows ends with its line. Between tabs, quotes are
-text. Lines end in LF, CRLF or CR.
+Python finds where rows begin and end, DuckDB splits them into fields. Most lines are rows. Where fields may be in
+quotes, a line that is no row by itself is read by Python's csv module, which may take further lines for it. A quote
+that stays open, or that would swallow rows, ends with its line. Between tabs, quotes are text. Lines end in LF, CRLF or
+CR.
 """
 
 import csv
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
+import pyarrow.compute as pc
 from rich.progress import Progress
 
 from logitmix.common.mappings import counted
-from logitmix.trainer.data.arrow import is_encodable
 from logitmix.trainer.data.engine import Duck
-from logitmix.trainer.prepare.files import InputFile, magic, plain
-from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.scan import NO_PROBLEM, Keys, Raw, append, check_names, is_named, literal, place_of
+from logitmix.trainer.prepare.files import InputFile
+from logitmix.trainer.prepare.rejects import ENOUGH_TO_JUDGE, Rejects
+from logitmix.trainer.prepare.scan import Keys, Raw, append, check_names, is_named, literal
 
 BLOCK_BYTES = 4 << 20
-LONGEST_LINE = 64 << 20
+LONGEST_LINE = 16 << 20
 DELIMITERS = ",;\t|"
 KINDS_OF_TYPES: Mapping[str, str] = {"token": "id", "float": "number", "token_seq": "ids"}
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
-MANY = 8
-"""Lines that look like rows are no coincidence, even where nothing in them is like an id, a number or a time."""
+SHOWN = 1000
+"""Characters of a malformed row that are listed."""
 NUMBER = r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+LINES = pa.schema({"line": pa.int64(), "problem": pa.string(), "written": pa.string()})
 
 _QUOTED = re.compile(r'".*"')
-_DELIMITER_LINE = re.compile(rb'"?sep=(.)"?\r?\n', re.IGNORECASE)
+_DELIMITER_LINE = re.compile(rb'"?sep=(.)"?\n', re.IGNORECASE)
 """The first line by which Excel is told the delimiter."""
 _ESCAPED_QUOTE = re.compile(r'(?<!\\)((?:\\\\)*)\\"')
+_OPEN, _DIGIT = "(unexpected end of data)", re.compile("[0-9]")
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
-_SHAPE_OF_NUMBERS = re.compile(r"-?[0-9][0-9.:/TZ+ -]*")
-"""Or of times."""
-_BLANKS = re.compile(r"[ \t\v\f]+")
-_SEPARATOR = "\x1f"
-"""Stands for a delimiter of several bytes."""
-_LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
-_BETWEEN_TABS = re.compile(rb'(?m)(?:^|(?<=\t))"[^\t\r\n]*"(?=[\t\r\n]|\Z)')
 
 
 @dataclass(frozen=True)
@@ -72,8 +64,8 @@ CSV = Layout()
 
 
 def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, bytes]]:
-    """Whole lines, many in one bytes object, and the number of the first (from 1). ValueError for a line of more than
-    LONGEST_LINE bytes."""
+    """Yields whole lines, many in one bytes object in which all end in LF, and the number of the first (from 1).
+    ValueError for a line of more than LONGEST_LINE bytes."""
     first, carry = 1, b""
     with file.open(progress) as stream:
         while more := stream.read(BLOCK_BYTES):
@@ -86,17 +78,35 @@ def line_blocks(file: InputFile, progress: Progress) -> Iterator[tuple[int, byte
                 limit = f"{LONGEST_LINE >> 20} MiB" if LONGEST_LINE >= 1 << 20 else f"{LONGEST_LINE} bytes"
                 raise ValueError(f"{file.label}:{first + long[0]}: a line of more than {limit}; is this a text file?")
             if block:
+                block = _with_line_feeds(block)
                 yield first, block
                 first += block.count(b"\n")
     if carry:
-        yield first, carry + b"\n"
+        yield first, _with_line_feeds(carry) + b"\n"
 
 
-def lines_of(first: int, block: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and the bytes of each line of a block that is not blank; its first line has this number."""
-    for number, line in enumerate(block.split(b"\n"), start=first):
-        if line and not line.isspace():
-            yield number, line
+def _with_line_feeds(block: bytes) -> bytes:
+    return block.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in block else block
+
+
+def lines_of(block: bytes) -> tuple[pa.Array, dict[int, str]]:
+    """Returns the lines of a block as text, and by their places, which of them are malformed: those not in UTF-8."""
+    try:
+        return pc.split_pattern(pa.array([block[:-1]], pa.string()), "\n").flatten(), {}
+    except pa.ArrowInvalid:
+        lines = block[:-1].split(b"\n")
+        texts = [line.decode("utf-8", "backslashreplace") for line in lines]
+        wrong = [at for at, line in enumerate(lines) if line.decode("utf-8", "replace").encode() != line]
+        return pa.array(texts, pa.string()), dict.fromkeys(wrong, "not UTF-8")
+
+
+def table_of_lines(first: int, lines: pa.Array, problems: Mapping[int, str]) -> pa.Table:
+    """Returns the lines that are not blank, as a table like LINES; the first has this number."""
+    why = pa.nulls(len(lines), pa.string())
+    if problems:
+        why = pa.array([problems.get(place) for place in range(len(lines))], pa.string())
+    rows = pa.table([pa.array(np.arange(first, first + len(lines))), why, lines], schema=LINES)
+    return rows.filter(pc.invert(pc.or_(pc.equal(lines, ""), pc.utf8_is_space(lines))))
 
 
 def fixed_keys(*names: str) -> Keys:
@@ -108,10 +118,10 @@ def read_text(
     file: InputFile, keys: Keys, rejects: Rejects, progress: Progress, duck: Duck, layout: Layout = CSV
 ) -> Raw:
     """Returns all columns of a file, as text. If a header states types, as name:token_seq, sequences are lists, and the
-    columns have the kinds. Rows with another number of fields, or whose keys are not UTF-8, are malformed. ValueError
+    columns have the kinds. Rows with another number of fields, and those that are not UTF-8, are malformed. ValueError
     if a header is missing."""
     _, start = next(line_blocks(file, Progress(disable=True)), (1, b""))
-    start = start[: start.find(b"\n", 1 << 16) + 1 or None]
+    start = start[: 1 << 18]
     if not start:
         keys(file.label, list(layout.columns))
         layout = replace(layout, columns=layout.columns or layout.header.split(","), header="", fixed=True)
@@ -119,10 +129,8 @@ def read_text(
     if excel := _DELIMITER_LINE.match(start):
         layout = replace(layout, delimiter=layout.delimiter or excel[1].decode())
         start, skipped = start[excel.end() :], 1
-    text = _Text.begin(file, start, keys, rejects, layout)
-    text.skipped += skipped
-    del start  # which may be a very long line
-    return text.by_duckdb(duck, progress) or text.raw(duck, text.by_lines(duck, progress))
+    text = _Text.begin(file, start.decode("utf-8", "replace").split("\n"), keys, rejects, layout)
+    return text.read(duck, progress, text.skipped + skipped)
 
 
 @dataclass(frozen=True)
@@ -133,81 +141,35 @@ class _Dialect:
     quotes: bool
     """False: they are text."""
 
+    @property
+    def field(self) -> str:
+        """A regular expression of a field, where they may be in quotes."""
+        one = re.escape(self.delimiter)
+        return f'(?:"(?:[^"]|"")*"|[^"{one}][^{one}]*|)'
+
     def fields(self, line: str) -> list[str]:
-        """Returns the fields of a line that has no quotes, or whose quotes are text."""
-        line = line.rstrip("\r\n")
+        """Returns the fields of a line by itself, none if it is blank or its quotes are malformed."""
         if self.delimiter == " ":
-            line = line.strip(" \t\v\f\r")
-            return _BLANKS.split(line) if line else []
-        return line.split(self.delimiter) if line else []
-
-    def alike(self, text: str, names: Sequence[str], skipped: int) -> pa.Table | None:
-        """Returns the columns of a text without quotes and without its first lines, if each further line has a field
-        for each of two or more names."""
-        if len(names) < 2 or text.count("\r") != text.count("\r\n") or not is_encodable(text):
-            return None
-        if self.delimiter == " ":
-            lines = text.split("\n")[skipped:-1]
-            if not text.isascii() or {len(line.split()) for line in lines} != {len(names)}:
-                return None
-            flat = "\n".join(lines).split()
-            return pa.table({name: flat[place :: len(names)] for place, name in enumerate(names)})
-        separator = self.delimiter
-        if len(separator.encode()) > 1:
-            separator = _SEPARATOR
-            if separator in text:
-                return None
-            text = text.replace(self.delimiter, separator)
-        data = text.encode()
+            return line.split()
+        if not self.quotes or '"' not in line:
+            return line.split(self.delimiter) if line.strip() else []
         try:
-            table = pyarrow.csv.read_csv(
-                pa.BufferReader(data),
-                pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=len(data) + 1, skip_rows=skipped, column_names=names
-                ),
-                pyarrow.csv.ParseOptions(delimiter=separator, quote_char=False),
-                pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
-            )
-        except pa.ArrowInvalid:
-            return None
-        return table if len(table) == text.count("\n") - skipped else None  # blank lines are left out
+            return next(csv.reader([line], delimiter=self.delimiter, strict=True))
+        except csv.Error:
+            return []
 
-    def rows(
-        self, lines: Iterable[str], width: int = 0, number: int = 1
-    ) -> Iterator[tuple[int, list[str], str, list[str]]]:
-        """The number of the first line of each row, its fields, why it is malformed, and its lines, of which the first
-        one has this `number`. A quote that would swallow rows of a `width` ends with its line."""
-        source, waiting = iter(lines), deque[str]()
-        while line := (waiting.popleft() if waiting else next(source, "")):
-            taken, fields, error = [line], list[str](), ""
-            if not self.quotes or '"' not in line:
-                fields = self.fields(line)
-            else:
-                more = _taking(taken, waiting, source)
-                try:
-                    fields = next(csv.reader(more, delimiter=self.delimiter, strict=True))
-                except csv.Error as problem:
-                    error = f"not CSV ({problem})"
-                if width and len(taken) > 1 and swallows_rows(taken, self, width, len(fields) != width):
-                    error = f"a quote opens that would swallow {len(taken) - 1:,} more lines, rows among them"
-                    waiting.extendleft(reversed(taken[1:]))
-                    taken = taken[:1]
-            yield number, fields, error, taken
-            number += len(taken)
-
-    def first(self, start: str) -> tuple[list[str], int, str]:
-        """Returns the first row that is not blank, the number of lines up to its end, and why it is no CSV."""
-        rows = self.rows(_LINE.findall(start))
-        found = ((fields, at + len(taken) - 1, error) for at, fields, error, taken in rows if fields or error)
-        return next(found, ([], 0, ""))
-
-
-def _taking(taken: list[str], waiting: deque[str], source: Iterator[str]) -> Iterator[str]:
-    """Yields the lines of a row as the csv module asks for them, and notes them in `taken`."""
-    yield taken[0]
-    while line := (waiting.popleft() if waiting else next(source, "")):
-        taken.append(line)
-        yield line
+    def split(self, text: str) -> str:
+        """Returns the expression in SQL of the fields of a column of rows."""
+        if self.delimiter == " ":
+            return f"string_split_regex(trim({text}, ' \t\v\f'), '[ \t\v\f]+')"
+        plain = f"string_split({text}, {literal(self.delimiter)})"
+        if not self.quotes:
+            return plain
+        one = literal(f"({self.field}){re.escape(self.delimiter)}")
+        fields = f"regexp_extract_all({text} || {literal(self.delimiter)}, {one}, 1)"
+        unquoted = "replace(substring(part, 2, length(part) - 2), '\"\"', '\"')"
+        unquoted = f"case when starts_with(part, '\"') then {unquoted} else part end"
+        return f"case when contains({text}, '\"') then [{unquoted} for part in {fields}] else {plain} end"
 
 
 @dataclass
@@ -223,35 +185,31 @@ class _Text:
     """By the columns' names, those that the header states."""
     skipped: int
     """Lines before the data."""
-    quoted: list[int] = field(default_factory=list)
-    """Lines with fields whose quotes are text."""
     escapes: bool = False
-    """Whether quotes within fields are escaped by backslashes."""
+    """Whether quotes within fields are escaped by backslashes in some row."""
 
     @classmethod
-    def begin(cls, file: InputFile, start: bytes, keys: Keys, rejects: Rejects, layout: Layout) -> "_Text":
-        """Finds the delimiter and the columns of a file, whose decompressed text begins with `start`."""
-        label, text = file.label, start.decode("utf-8", "surrogateescape")
+    def begin(cls, file: InputFile, start: list[str], keys: Keys, rejects: Rejects, layout: Layout) -> "_Text":
+        """Finds the delimiter and the columns of a file, whose text begins with the lines `start`."""
+        label = file.label
         dialects = [
             _Dialect(one, one not in "\t " and len(one) == 1 if layout.quotes is None else layout.quotes)
             for one in ([layout.delimiter] if layout.delimiter else DELIMITERS)
         ]
-        line = re.split("[\r\n]", text, maxsplit=1)[0]
-        if layout.header and line != layout.header:
-            raise ValueError(f"{label}: starts with {line[:80]!r}, not with the header {layout.header}")
-        firsts = {one: one.first(text) for one in dialects}
+        if layout.header and start[0] != layout.header:
+            raise ValueError(f"{label}: starts with {start[0][:80]!r}, not with the header {layout.header}")
+        place, line = next(((at, line) for at, line in enumerate(start, 1) if line.strip()), (0, ""))
+        firsts = {one: one.fields(line) for one in dialects}
         if layout.columns:
-            dialect = max(dialects, key=lambda one: len(firsts[one][0]) == len(layout.columns))
+            dialect = max(dialects, key=lambda one: len(firsts[one]) == len(layout.columns))
             if not layout.fixed:
-                _check_unnamed(label, firsts[dialect][0], layout.columns)
+                _check_unnamed(label, firsts[dialect], layout.columns)
             header, types = ["" if name == "_" else name for name in layout.columns], dict[str, str]()
             skipped = 1 if layout.header else 0
         else:
-            dialect = max(dialects, key=lambda one: _fitness(label, keys, firsts[one][0]))
-            row, skipped, error = firsts[dialect]
-            if error:
-                raise ValueError(f"{label}: its header is {error}; is it a table of text?")
-            header, types = _typed(row)
+            dialect = max(dialects, key=lambda one: _fitness(label, keys, firsts[one]))
+            header, types = _typed(firsts[dialect])
+            skipped = place
             if not dialect.quotes and any(_QUOTED.fullmatch(name) for name in header):
                 raise ValueError(
                     f"{label}: its header has names in quotes, which --quote reads; between tabs they are text"
@@ -260,163 +218,119 @@ class _Text:
         check_names(label, [name for name in header if name or not layout.columns], key_names, rejects)
         return cls(file, rejects, dialect, header, key_names, types, skipped)
 
-    def raw(self, duck: Duck, relation: str) -> Raw:
-        """Returns the columns of a relation whose columns are x0, x1 and so on."""
+    def read(self, duck: Duck, progress: Progress, skipped: int) -> Raw:
+        """Returns the rows after the lines that are skipped. TooManyRejects if none of the first lines is a row."""
+        duck.put("lines", LINES.empty_table())
+        width, looked = len(self.header), False
+        duck.db.execute(
+            f"""create or replace view raw as
+            select * replace (case when problem is not null then left(written, {SHOWN}) end as written) from (
+                select * replace (coalesce(problem, case when len(fields) <> {width} then concat('has ', len(fields),
+                    ' field', case when len(fields) <> 1 then 's' end, ', not {width}') end) as problem) from (
+                    select *, {self.dialect.split("written")} as fields from lines
+                ) as split
+            ) as checked"""
+        )
+        for first, lines, problems in self._rows(progress):
+            rows = table_of_lines(first, lines, problems)
+            append(duck, "lines", rows.filter(pc.greater(rows["line"], skipped)) if first <= skipped else rows)
+            if len(rows) and not looked:
+                looked = True
+                query = f"select line, problem, written from raw order by line limit {ENOUGH_TO_JUDGE}"
+                self.rejects.stop_early(self.file.label, duck.db.execute(query).fetchall())
+        if self.dialect == _Dialect("\t", False):
+            self._say_quotes(duck)
         named = {
-            name: _as_stated(self.types.get(name), f"x{place}")
-            for place, name in enumerate(self.header)
+            name: _as_stated(self.types.get(name), f"fields[{place}]")
+            for place, name in enumerate(self.header, 1)
             if name in self.keys or is_named(name)
         }
         kinds = {name: KINDS_OF_TYPES[kind] for name, kind in self.types.items() if kind in KINDS_OF_TYPES}
-        if self.quoted:
+        return Raw(self.file.label, duck, "raw", named, self.keys, kinds)
+
+    def _say_quotes(self, duck: Duck) -> None:
+        quoted = "regexp_matches(written, '(^|\t)\"[^\t]*\"(\t|$)')"
+        count, line = duck.row(f"select count(*), min(line) from lines where {quoted}")
+        if count:
             self.rejects.say(
-                f"{self.file.label}: {len(self.quoted):,} fields between tabs keep their quotes, such as on line "
-                f"{self.quoted[0]}; --quote reads them as CSV"
+                f"{self.file.label}: fields between tabs keep their quotes in {counted(count, 'line')}, such as line "
+                f"{line}; --quote reads them as CSV"
             )
-        return Raw(self.file.label, duck, relation, named, self.keys, kinds)
 
-    def by_duckdb(self, duck: Duck, progress: Progress) -> Raw | None:
-        """Returns the rows as DuckDB reads them; None if they may differ from those that the csv module reads."""
-        compressed = magic(self.file.path, 2) == b"\x1f\x8b"
-        path = self.file.path
-        plain_file = (
-            path.is_file() and not self.file.member and not self.file.encoding and plain(str(path)) == str(path)
-        )
-        if not plain_file or self.dialect.delimiter == " " or len(self.header) < 2 or self.skipped > 1:
-            return None
-        found = self._lines_of_plain(progress)
-        if found is None:
-            return None
-        count, ends = found
-        names = [f"x{place}" for place in range(len(self.header))]
-        quote = '"' if self.dialect.quotes else ""
-        duck.db.execute(
-            f"""create or replace view raw as select row_number() over () + {self.skipped} as line, {NO_PROBLEM}, *
-            from read_csv({place_of(path)}, auto_detect = false, header = false, skip = {self.skipped},
-                columns = {dict.fromkeys(names, "varchar")}, force_not_null = {names}, hive_partitioning = false,
-                delim = {literal(self.dialect.delimiter)}, quote = '{quote}', escape = '{quote}', new_line = '{ends}',
-                compression = '{"gzip" if compressed else "none"}')"""
-        )
-        raw = self.raw(duck, "raw")
-        return replace(raw, lines=count - self.skipped, careful=lambda: self.by_lines(duck, Progress(disable=True)))
-
-    def _lines_of_plain(self, progress: Progress) -> tuple[int, str] | None:
-        """Returns the number of lines, and how they end; None if some may be split in several ways."""
-        delimiter, lines, carriages = re.escape(self.dialect.delimiter.encode()), 0, 0
-        usual = b'[^\r\n"' + delimiter + b"]"
-        stray, ends_empty = (
-            re.compile(b'"(?<=' + usual + b'")(?=' + usual + b')|\\\\"'), re.compile(b"(?m)^.*" + delimiter + b"\r?$")
-        )  # fmt: skip
-        for first, block in line_blocks(self.file, progress):
-            if b'"' in block and self.dialect.quotes and stray.search(block):
-                return None
-            # DuckDB takes one more field for none if it is empty.
-            may_end_empty = any(self.dialect.delimiter.encode() + end in block for end in (b"\n", b"\r"))
-            found = ends_empty.findall(block) if may_end_empty else []
-            ends = (line.decode("utf-8", "replace").rstrip("\r") for line in found)
-            if any(len(_fields(line, self.dialect)) != len(self.header) for line in ends):
-                return None
-            self._note_quotes(first, block)
-            lines, carriages = lines + block.count(b"\n"), carriages + block.count(b"\r")
-            if carriages not in (0, lines) or block.count(b"\r\n") != block.count(b"\r"):
-                return None
-        return lines, "\\r\\n" if carriages else "\\n"
-
-    def _note_quotes(self, first: int, block: bytes) -> None:
-        if self.dialect == _Dialect("\t", False) and b'"' in block:
-            starts = [found.start() for found in _BETWEEN_TABS.finditer(block)]
-            self.quoted += [first + block.count(b"\n", 0, at) for at in starts[:1]] + [0] * (len(starts) - 1)
-
-    def by_lines(self, duck: Duck, progress: Progress) -> str:
-        """Reads what csv reads into a table, and returns its name."""
-        self.quoted, names = [], [f"x{place}" for place in range(len(self.header))]
-        columns = ", ".join(f"{name} varchar" for name in ("problem", "written", *names))
-        duck.db.execute(f"drop view if exists raw; create or replace table raw_lines (line bigint, {columns})")
-        number, texts = 1, self._texts(progress)
-        for text in texts:
-            if number > 1 and text.count("\n") == len(text):  # blank lines alone
-                number += len(text)
+    def _rows(self, progress: Progress) -> Iterator[tuple[int, pa.Array, dict[int, str]]]:
+        """Yields the number of the first of many lines, these lines, and by their places, why some are malformed. A row
+        of several lines is in the place of its first one, and the others are blank."""
+        one = self.dialect.field
+        row, number, open_row = f"^{one}(?:{re.escape(self.dialect.delimiter)}{one})*$", 1, b""
+        for _, more in chain(line_blocks(self.file, progress), [(0, b"")]):
+            block = open_row + more
+            if block.count(b"\n") == len(block):  # blank lines
+                number, open_row = number + len(block), b""
                 continue
-            skipped = self.skipped if number == 1 else 0
-            quoted = self.dialect.quotes and '"' in text
-            table = None if quoted else self.dialect.alike(text, names, skipped)
-            number += skipped
-            if table is not None:
-                count = len(table)
-                append(duck, "raw_lines", table.append_column("line", [np.arange(number, number + count)]))
-            else:
-                lines = _LINE.findall(text)[skipped:]
-                # A row may go on in the next block.
-                more = (line for rest in texts for line in _LINE.findall(rest)) if quoted else ()
-                for rows in self._tables(number, chain(lines, more), names):
-                    append(duck, "raw_lines", rows)
-                count = len(lines)
-            number += count
-        return "raw_lines"
+            open_row = b""
+            lines, problems = lines_of(block)
+            if self.dialect.quotes and b'"' in block:
+                odd = pc.or_(pc.invert(pc.match_substring_regex(lines, row)), pc.match_substring(lines, '\\"'))
+                places = np.flatnonzero(odd.to_numpy(zero_copy_only=False)).tolist()
+                if places:
+                    texts = lines.to_pylist()
+                    end = self._join(texts, places, problems, not more or len(block) > LONGEST_LINE)
+                    lines = pa.array(texts[:end], pa.string())
+                    open_row = b"".join(line + b"\n" for line in block[:-1].split(b"\n")[end:])
+            yield number, lines, {place: why for place, why in problems.items() if place < len(lines)}
+            number += len(lines)
 
-    def _texts(self, progress: Progress) -> Iterator[str]:
-        for first, block in line_blocks(self.file, progress):
-            self._note_quotes(first, block)
-            yield self._unescaped(block.decode("utf-8", "surrogateescape"))
-
-    def _tables(self, first: int, lines: Iterable[str], names: Sequence[str]) -> Iterator[pa.Table]:
-        rows, wrong, size = dict[int, list[Any]](), list[tuple[int, str, str]](), 0
-        key_places = [self.header.index(name) for name in self.keys]
-        for number, fields, error, taken in self.dialect.rows(lines, len(self.header), first):
-            if not (fields or error):
+    def _join(self, lines: list[str], places: list[int], problems: dict[int, str], complete: bool) -> int:
+        """Joins the rows of several lines, which begin at some of the places, and notes why lines are no rows. Returns
+        the number of lines that are settled: unless these are the `complete` text, the last row may go on. Where a row
+        is whole only then, quotes after backslashes are quotes within fields."""
+        free = 0
+        for place in places:
+            if place < free or place in problems:
                 continue
-            if not error and len(fields) != len(self.header):
-                error = f"has {counted(len(fields), 'field')}, not {len(self.header)}"
-            if not error and not all(map(is_encodable, taken)):
-                error = "" if all(is_encodable(fields[place]) for place in key_places) else "not UTF-8"
-                for place in [] if error else [at for at, of in enumerate(fields) if not is_encodable(of)]:
-                    self.rejects.undecodable(self.file.label, self.header[place], number)
-                    fields[place] = None  # type: ignore[call-overload]
-            if error:
-                more = f", with {counted(len(taken) - 1, 'more line')} in its quotes" if len(taken) > 1 else ""
-                shown = "".join(taken).rstrip("\r\n").encode("utf-8", "surrogateescape")
-                wrong.append((number, error + more, shown.decode("utf-8", "backslashreplace")))
-                self.rejects.count_more(len(taken) - 1)
-            else:
-                rows[number] = fields
-            size += sum(map(len, taken))
-            if first == 1 + self.skipped and not rows:
-                self.rejects.stop_early(self.file.label, wrong)
-            if size > BLOCK_BYTES:
-                yield from _as_tables(rows, wrong, names)
-                rows, wrong, size = {}, [], 0
-        yield from _as_tables(rows, wrong, names)
+            taken, fits, problem = self._parse(lines, place, escaped=False)
+            if not fits and any('\\"' in line for line in taken):
+                taken_escaped, fits, _ = self._parse(lines, place, escaped=True)
+                taken = taken_escaped if fits else taken
+                if fits and not self.escapes:
+                    self.escapes = True
+                    self.rejects.say(f"{self.file.label}: quotes within fields are taken for escaped by backslashes")
+            if fits:
+                free = place + len(taken)
+                lines[place:free] = ["\n".join(taken), *[""] * (len(taken) - 1)]
+            elif _OPEN in problem and not complete:
+                return place
+            elif len(taken) > 1:
+                problems[place] = "a quote opens that would swallow further lines"
+            elif problem:
+                problems[place] = problem
+        return len(lines)
 
-    def _unescaped(self, text: str) -> str:
-        """Returns the text with two quotes for each that a backslash escapes, if more lines are rows then."""
-        if not self.dialect.quotes or '\\"' not in text:
-            return text
-        if not self.escapes:
-            changed = [line for line in text.split("\n") if _ESCAPED_QUOTE.search(line)]
-            before, after = (
-                sum(len(_fields(line, self.dialect, strict=True)) == len(self.header) for line in lines)
-                for lines in (changed, [_ESCAPED_QUOTE.sub(r'\1""', line) for line in changed])
-            )
-            if before >= after:
-                return text
-            self.escapes = True
-            self.rejects.say(f"{self.file.label}: quotes within fields are taken for escaped by backslashes")
-        return _ESCAPED_QUOTE.sub(r'\1""', text)
+    def _parse(self, lines: list[str], place: int, escaped: bool) -> tuple[list[str], bool, str]:
+        """Returns the lines that the csv module takes for the row that begins at a place, whether it is one, and why it
+        is not CSV."""
+        taken = list[str]()
+
+        def more() -> Iterator[str]:
+            for at in range(place, len(lines)):
+                taken.append(_ESCAPED_QUOTE.sub(r'\1""', lines[at]) if escaped else lines[at])
+                yield taken[-1] + "\n"
+
+        try:
+            fields = next(csv.reader(more(), delimiter=self.dialect.delimiter, strict=True))
+        except csv.Error as error:
+            return taken, False, f"not CSV ({error})"
+        return taken, len(fields) == len(self.header) and not swallows_rows(taken, self.dialect, len(fields)), ""
 
 
-def _as_table(numbers: Iterable[int], columns: Iterable[Sequence[Any]], names: Sequence[str]) -> pa.Table:
-    fields = {name: pa.array(of, pa.string()) for name, of in zip(names, columns, strict=True)}
-    return pa.table({"line": pa.array(numbers, pa.int64()), **fields})
-
-
-def _as_tables(
-    rows: Mapping[int, list[Any]], wrong: list[tuple[int, str, str]], names: Sequence[str]
-) -> Iterator[pa.Table]:
-    """Yields a table of the rows, and one of the malformed rows, if there are any."""
-    if rows:
-        yield _as_table(rows, zip(*rows.values(), strict=True), names)
-    if wrong:
-        yield pa.table(dict(zip(("line", "problem", "written"), map(pa.array, zip(*wrong, strict=True)), strict=True)))
+def swallows_rows(lines: Sequence[str], dialect: _Dialect, width: int) -> bool:
+    """Whether the lines from the second on, which CSV takes for the rest of a row with a quoted field, are rows of
+    their own: at least half of them have `width` fields, with digits wherever the first line has some."""
+    first = lines[0].split(dialect.delimiter)[:width]
+    places = [place for place, text in enumerate(first) if _DIGIT.search(text) and '"' not in text]
+    rest = [dialect.fields(line) or line.split(dialect.delimiter) for line in lines[1:] if line.strip()]
+    alike = sum(len(row) == width and all(_DIGIT.search(row[place]) for place in places) for row in rest)
+    return bool(places) and alike >= 1 and 2 * alike >= len(rest)
 
 
 def _fitness(label: str, keys: Keys, row: list[str]) -> tuple[bool, int]:
@@ -469,41 +383,3 @@ def _check_unnamed(label: str, first: list[str], columns: Sequence[str]) -> None
         )
     if any(name == given != "_" for name, given in zip(first, columns, strict=False)):
         raise ValueError(f"{label}:1: names the columns itself ({','.join(first)}); leave out --columns")
-
-
-def swallows_rows(lines: Sequence[str], dialect: _Dialect, width: int, broken: bool) -> bool:
-    """Whether the lines from the second on, which CSV takes for the rest of a row with a quoted field, are rows of
-    their own: at least half of them have `width` fields, and where the first line has numbers or times they have some,
-    too; without these, ids like its ids. If it has nothing of all that, it takes MANY of them, unless the row is
-    `broken`, which is not CSV anyway."""
-    first = _fields(lines[0], dialect)
-    if len(first) < width:
-        first = lines[0].rstrip("\r\n").split(dialect.delimiter)
-    shapes = {place: shape for place, text in enumerate(first[:width]) if (shape := _shape(text))}
-    if "9" in shapes.values():
-        shapes = {place: shape for place, shape in shapes.items() if shape == "9"}
-    rest = [line for line in lines[1:] if line.strip()]
-    alike = 0
-    for line in rest:
-        row = _fields(line, dialect)
-        alike += len(row) == width and all(_shape(row[place]) == shape for place, shape in shapes.items())
-    return alike >= (1 if broken or shapes else MANY) and 2 * alike >= len(rest)
-
-
-def _shape(text: str) -> str:
-    """9 for numbers and times, a9 for i8 or user12; empty for other texts."""
-    text = text.strip()
-    if _SHAPE_OF_NUMBERS.fullmatch(text):
-        return "9"
-    shape = re.sub(r"[^\W\d_]+", "a", re.sub(r"[0-9]+", "9", text))
-    return shape if "9" in shape and '"' not in shape and not re.search(r"\s", shape) else ""
-
-
-def _fields(line: str, dialect: _Dialect, strict: bool = False) -> list[str]:
-    """Of a line by itself; a quote that it leaves open is a part of the text."""
-    if not dialect.quotes:
-        return dialect.fields(line)
-    try:
-        return next(csv.reader([line], delimiter=dialect.delimiter, strict=strict), [])
-    except csv.Error:
-        return [] if strict else line.split(dialect.delimiter)

@@ -58,24 +58,6 @@ def test_every_file_is_read_or_named(tmp_path: Path) -> None:
     assert set(read) == {"a.csv", "B.CSV", "deep/er/g.csv", "part-00000"} | packed
 
 
-def test_what_some_files_lack_is_said(tmp_path: Path) -> None:
-    header = "user,item,timestamp,price,place\n"
-    folder = write(
-        tmp_path / "in",
-        a__csv=f"{header}u,a,1,2.5,x\nu,c,3,1.5,y\n",
-        b__csv=row("b"),
-        c__csv=header,
-        d__csv=f"{header.replace(',place', '')}u,d,4,3\n",
-    )
-    items = write(tmp_path / "items", a__csv="item,size\na,1\n", b__csv="item\nb\n")
-    said = prepared(folder, items=items)[1]
-    assert "1 of 4 files has no rows, such as c.csv\n" in said
-    lacking = "price (in 2 of 3 files, and not in b.csv), place (in 1 of 3 files, and not in b.csv)"
-    assert f"missing values where files lack a column: {lacking}\n" in said
-    assert "missing values where files lack a column: size (in 1 of 2 files, and not in b.csv)\n" in said
-    assert "lack" not in prepared(write(tmp_path / "all", a__csv=row("a"), b__csv=row("b")))[1]
-
-
 def test_types_that_are_no_one_column_are_named_with_their_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

@@ -131,15 +131,3 @@ def test_what_a_list_has_twice_is_no_duplicate(tmp_path: Path) -> None:
     dataset, said = prepared(file)
     assert dataset.items_flat.tolist() == [1, 0, 1] and "equal" not in said
     assert json.loads(dataset.description())["times"]["tied_actions"] == 0
-
-
-@pytest.mark.parametrize("grow", [True, False])
-def test_histories_that_are_written_anew_with_each_row_are_named(grow: bool, tmp_path: Path) -> None:
-    history = [f"i{at}" for at in range(9)]
-    items = [history[: at + 2] if grow else history[at : at + 2] for at in range(8) for _ in "uvw"]
-    file = parquet_of(tmp_path, {"user": list("uvw") * 8, "item": items})
-    note = (
-        "21 of the first 21 further rows of a user begin with the items of an earlier row, as histories do that are "
-        "written anew with each row: keep only the last row of each user\n"
-    )
-    assert (note in prepared(file, timestamp_column="")[1]) == grow

@@ -30,7 +30,6 @@ from logitmix.trainer.prepare import prepare as preparing
 from logitmix.trainer.prepare import text
 from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.rejects import Rejects
-from logitmix.trainer.prepare.sources import movielens
 
 Files = dict[str, bytes]
 Problem = tuple[str, int, str]
@@ -54,8 +53,6 @@ class Case:
     """Accepted."""
     side_rows: int = 0
     """Rows of side files that were accepted."""
-    swallowed: int = 0
-    """Further lines of the rejected rows: an open quote takes all that follow."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -116,32 +113,25 @@ def whole_files() -> Iterator[Case]:
             return Case(f"{kind}: {label}", of.name, {of.file: content}, said, **more)
 
         yield case("good", good)
-        yield case("byte-order mark", b"\xef\xbb\xbf" + good)
         yield case("byte-order mark, gzip", gzip.compress(b"\xef\xbb\xbf" + good))
         yield case("CRLF", of.text(end=b"\r\n"))
         yield case("no line end at the end", good[:-1])
         yield case("blank lines", of.text(b"", b""))
         yield case("gzip", gzip.compress(good))
-        yield case("gzip, two members", gzip.compress(good[:9]) + gzip.compress(good[9:]))
         for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
             shown = encoding.upper().replace("16-", "16")
             said = rf"is {shown} text; for a table, give --encoding {shown}, else .*: iconv -f {shown} -t UTF-8$"
             yield case(encoding, good.decode().encode(encoding), said)
-        yield case("empty", b"", "holds no actions|no column|no header|starts with")
         yield case("blank", b"\n \n\n", "holds no actions|no column|starts with|malformed")
-        yield case("header alone", of.header + b"\n", "holds no actions")
         yield case("truncated gzip", gzip.compress(good * 99, mtime=0)[:-40], "truncated or damaged")
         yield case("gzip without its end", gzip.compress(good, mtime=0)[:-8], "truncated or damaged")
-        yield case("gzip header alone", gzip.compress(good, mtime=0)[:10], "truncated or damaged")
-        yield case("gzip with a wrong sum", gzip.compress(good, mtime=0)[:-8] + bytes(8), "truncated or damaged")
         yield case("gzip with more after it", gzip.compress(good, mtime=0) + b"rubbish", "truncated or damaged")
         yield case("one long line", b"x" * (LONGEST_LINE + 1), rf"{of.file}:1: a line of more than")
         if kind != "table":
             yield case("a long line", of.text(b"x" * (LONGEST_LINE + 1)), rf"{of.file}:{of.at}: a line of more than")
-        yield case("CR alone", of.text(end=b"\r"), "none of its lines" if kind == "reviews" else "")
+        yield case("CR alone", of.text(end=b"\r"))
         yield case("NUL bytes", bytes(5_000), "malformed|no column|starts with|no actions")
         yield case("random bytes", bytes(range(1, 256)) * 9, "malformed|no column|starts with|no actions")
-        yield case("image", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "malformed|no column|starts with|no actions")
         columns = parquet(user=["a"], item=["b"], timestamp=[1])
         if kind == "table":
             yield case("Parquet", columns, actions=1)
@@ -179,16 +169,8 @@ def lines() -> Iterator[Case]:
         yield case("NUL in the item", line(b"1", nul + b"4", b"7"), "the item has a NUL byte")
         yield case("not UTF-8 in the user", line(b"\xff", b"4", b"7"), "not UTF-8|not JSON in UTF-8")
         yield case("not UTF-8 in the item", line(b"1", b"\xc3", b"7"), "not UTF-8|not JSON in UTF-8")
-        yield case("UTF-8 that is overlong", line(b"\xc0\xaf", b"4", b"7"), "not UTF-8|not JSON in UTF-8")
-        yield case("surrogate in UTF-8", line(b"\xed\xa0\x80", b"4", b"7"), "not UTF-8|not JSON in UTF-8")
         yield case("NUL bytes alone", bytes(9), "has 1 field, not|not JSON in UTF-8")
-        yield case("byte-order mark inside", line(b"\xef\xbb\xbf9", b"4", b"7"), actions=7)
-        yield case("word alone", b"word", "has 1 field, not|not JSON in UTF-8")
-        two = line(b"1", b"4", b"7") + b"\r" + line(b"1", b"5", b"8")
-        if json_line:
-            yield case("CR", two, "not JSON in UTF-8")
-        else:
-            yield case("CR", two, actions=8)
+        yield case("CR", line(b"1", b"4", b"7") + b"\r" + line(b"1", b"5", b"8"), actions=8)
         if not json_line:
             delimiter = b" " if kind == "sequences" else line(b"", b"", b"")[-1:]
             yield case(
@@ -244,42 +226,22 @@ def archives() -> Iterator[Case]:
         yield case(f"{name}, truncated", bytes(content[: len(content) // 2]), DAMAGED)
         content[2_000] ^= 1
         yield case(f"{name}, with a flipped bit", bytes(content), DAMAGED)
-    yield case("without its last bytes", archive({"ratings.dat": good})[:-9], "truncated or damaged")
-    yield case("signature alone", b"PK\3\4", "truncated or damaged")
-    yield case("empty", archive({"x": b""})[-22:-14] + bytes(14), "truncated or damaged|no ratings.dat in it")
     yield case("with a password", archive({"ratings.dat": good}, flags=1), "truncated or damaged .*encrypted")
     yield case("of an unknown method", archive({"ratings.dat": good}, method=99), "truncated or damaged")
     yield case("leads out", archive({"../../ratings.dat": good}), r"member ../../ratings.dat is a link or leads out of")
-    yield case("leads out and in", archive({"x/../../x/ratings.dat": good}), "is a link or leads out of")
-    yield case("absolute", archive({"/tmp/ratings.dat": good}), "member /tmp/ratings.dat is a link or leads out of")
     yield case("link", archive({"ratings.dat": b"/etc/passwd"}, mode=stat.S_IFLNK | 0o777), "is a link or leads out of")
-    yield case("others lead out", archive({"ratings.dat": good, "../../../evil": b"1", "/tmp/evil": b"1"}))
     yield case(
         "folder of the name",
         archive({"ratings.dat/": b""}),
         r"there is no ratings\.dat in it; ml-1m needs the original zip, its folder or",
     )
-    yield case("folder and file of the name", archive({"ratings.dat/": b"", "x/ratings.dat": good}))
-    yield case("twice", archive({"ratings.dat": good, "ratings.dat~": good}), r"two files named ratings\.dat")
-    yield case("twice, in folders", archive({"a/ratings.dat": good, "b/ratings.dat": good}), "two files named")
-    yield case("zip in a zip", archive({"ml-1m.zip": archive({"ratings.dat": good})}), "there is no ratings.dat in it")
     zipped = archive({"ratings.dat": good})
     yield case("ratings that are a zip", archive({"ratings.dat": zipped}), "malformed.*ratings.dat:1")
-    yield case("with bytes before it", b"#!/bin/sh\n" + archive({"ratings.dat": good}), "malformed.*in.zip:1")
-    utf_16 = archive({"ratings.dat": good.decode().encode("utf-16")})
-    yield case("UTF-16", utf_16, "in.zip, ratings.dat: is UTF-16 text")
-    yield case("byte-order mark", archive({"ratings.dat": b"\xef\xbb\xbf" + good}))
-    yield case("no member", archive({"readme.txt": good}), r"there is no ratings\.dat in it")
     yield case("bomb of one line", archive({"ratings.dat": bytes(40 << 20)}), r"ratings\.dat:1: a line of more than")
     yield case("bomb of lines", archive({"ratings.dat": b"::\n" * (1 << 16)}), "all of the first 1,000 lines are ")
     yield case("bomb of blank lines", archive({"ratings.dat": b"\n" * (1 << 22) + good}))
-    side = archive({"ratings.dat": good, "movies.dat": b"1::x::y\n" * (1 << 18)})
-    yield case("bomb beside the ratings", side, r"movies\.dat: is larger than")
     unnamed = archive({"ratings.dat": good})
     yield case("name that is of no encoding", unnamed.replace(b"ratings.dat", b"ratings.d\xfft"), "there is no ratings")
-    said_to_be = archive({"ratings.dat": good}, flags=0x800).replace(b"ratings.dat", b"ratings.d\xfft")
-    yield case("name that is said to be UTF-8", said_to_be, "truncated or damaged")
-    yield case("member without a name", archive({"": b"1", "ratings.dat": good}))
     yield case("directory before the start", unnamed[:-6] + b"\xff" + unnamed[-5:], "truncated or damaged")
     lying = bytearray(archive({"ratings.dat": good * 9}))
     place = lying.index(b"PK\1\2") + 24
@@ -289,52 +251,24 @@ def archives() -> Iterator[Case]:
 
 def side_files() -> Iterator[Case]:
     """Titles and users beside the ratings of MovieLens."""
-    header = b"movieId,title,genres\n"
-    rows = [b"4,One,Drama", b"5,Two,Drama", b"6,Three,Drama"]
-
-    def csv(label: str, content: bytes, *problems: tuple[int, str], side_rows: int = 3, said: str = "") -> Case:
-        files = {"x/ratings.csv": GOOD["csv"], "x/movies.csv": content}
-        rejects = tuple(("movies.csv", line, reason) for line, reason in problems)
-        return Case(f"movies.csv: {label}", "ml-latest", files, said, rejects, side_rows=side_rows)
-
-    def with_row(*more: bytes, end: bytes = b"\n") -> bytes:
-        return header + end.join([*rows[:1], *more, *rows[1:]]) + end
-
-    yield csv("good", with_row())
-    yield csv("CRLF", with_row(end=b"\r\n"))
-    yield csv("byte-order mark", b"\xef\xbb\xbf" + with_row())
-    yield csv("quotes", with_row(b'7,"a ""b"", c",Drama'), side_rows=4)
-    yield csv("CR in quotes", with_row(b'7,"a\rb",Drama'), side_rows=4)
-    yield csv("NUL in a title", with_row(b"7,a\0b,Drama"), side_rows=4)
-    yield csv("CR", with_row(b"7,a\rb,Drama"), (3, r"not CSV \(a carriage return\)"))
-    yield csv("CR alone", with_row().replace(b"\n", b"\r"), side_rows=0)
-    yield csv("long field", with_row(b"7," + b"x" * 131_073 + b",Drama"), (3, "field larger than field limit"))
-    yield csv("too few fields", with_row(b"7,a"), (3, "has 2 fields, not 3"))
-    yield csv("too many fields", with_row(b"7,a,b,c"), (3, "has 4 fields, not 3"))
-    yield csv("not UTF-8", with_row(b"7,\xff,b"), (3, "not utf-8"))
-    yield csv("open quote", with_row(b'7,"a,b'), (3, "not CSV"))
-    yield csv("quote and more", with_row(b'7,"a"b,c'), (3, "not CSV"))
-    yield csv("line end in quotes", with_row(b'7,"a\nb",c'), (3, "not CSV"), (4, "has 2 fields, not 3"))
-    yield csv("empty", b"", side_rows=0)
-    yield csv("header alone", header, side_rows=0)
-    yield csv("UTF-16", with_row().decode().encode("utf-16"), said=r"movies\.csv: is UTF-16 text")
-    yield csv("one long line", header + b"x" * (LONGEST_LINE + 1), said=r"movies\.csv:2: a line of more than")
-    yield csv("large", with_row(*[b"7,a,b"] * 200_000), said=r"movies\.csv: is larger than")
-
-    def beside(name: str, kind: str, file: str, content: bytes, *problems: tuple[int, str], side_rows: int = 1) -> Case:
+    movies = b"movieId,title,genres\n4,One,Drama\n5,Two,Drama\n6,Three,Drama\n"
+    movie, user = b"4::One (1999)::Drama\n", b"1::F::25::3::01234\n"
+    for kind, file, content, side_rows, *problems in (
+        ("csv", "movies.csv", movies, 3),
+        ("csv", "movies.csv", movies + b'7,"a ""b""\n, c",Drama\n', 4),
+        ("csv", "movies.csv", movies + b"7,a\n", 3, (5, "has 2 fields, not 3")),
+        ("csv", "movies.csv", movies + b"7,\xff,b\n", 3, (5, "not UTF-8")),
+        ("csv", "movies.csv", movies + b'7,"a"b,c\n', 3, (5, "not CSV")),
+        ("csv", "movies.csv", b"", 0),
+        ("dat", "movies.dat", movie + b"5::Two\n", 1, (2, "has 2 fields, not 3")),
+        ("dat", "movies.dat", movie + b"5::\xff\x80::Drama\n", 2),
+        ("dat", "users.dat", user + b"2::F::25::3::0::1\n", 1, (2, "has 6 fields, not 5")),
+        ("tabs", "u.item", b"4|One\n", 0, (1, "has 2 fields, not 24")),
+        ("tabs", "u.item", b"|".join([b"4"] * 24) + b"\n", 1),
+    ):
         files = {f"x/{FORMATS[kind].file}": GOOD[kind], f"x/{file}": content}
         rejects = tuple((file, line, reason) for line, reason in problems)
-        return Case(f"{file}: {name}", FORMATS[kind].name, files, rejects=rejects, side_rows=side_rows)
-
-    movie, user = b"4::One (1999)::Drama\n", b"1::F::25::3::01234\n"
-    yield beside("too few fields", "dat", "movies.dat", movie + b"5::Two\n", (2, "has 2 fields, not 3"))
-    yield beside("CR", "dat", "movies.dat", movie + b"5::T\rwo::Drama\n", side_rows=2)
-    yield beside("any byte", "dat", "movies.dat", movie + b"5::\xff\x80::Drama\n", side_rows=2)
-    yield beside("too many fields", "dat", "users.dat", user + b"2::F::25::3::0::1\n", (2, "has 6 fields, not 5"))
-    yield beside("binary", "dat", "users.dat", user + bytes(range(256)) + b"\n", (2, "has"), (3, "has"))
-    yield beside("too few fields", "tabs", "u.item", b"4|One\n", (1, "has 2 fields, not 24"), side_rows=0)
-    yield beside("no flags", "tabs", "u.item", b"|".join([b""] * 24) + b"\n")
-    yield beside("too few fields", "tabs", "u.user", b"1|2\n", (1, "has 2 fields, not 5"), side_rows=0)
+        yield Case(f"{file}: {content[-20:]!r}", FORMATS[kind].name, files, "", rejects, side_rows=side_rows)
 
 
 def metadata() -> Iterator[Case]:
@@ -344,30 +278,18 @@ def metadata() -> Iterator[Case]:
     def case(label: str, line: bytes, *reasons: str, side_rows: int = 1, said: str = "") -> Case:
         files = {"in.csv": GOOD["amazon"], "meta.json": first + line + b"\n"}
         rejects = tuple(("meta.json", 2, reason) for reason in reasons)
-        return Case(f"metadata: {label}", "amazon-books", files, said, rejects, 6, side_rows, 0, {"items": "meta.json"})
+        return Case(f"metadata: {label}", "amazon-books", files, said, rejects, 6, side_rows, {"items": "meta.json"})
 
     yield case("a literal of Python", b"{'asin': '5', 'title': 'a\\d', 'price': 3.5}", side_rows=2)
     yield case("huge price", b'{"asin": "5", "price": 1' + b"0" * 400 + b"}", side_rows=2)
-    yield case("huger price", b'{"asin": "5", "price": 1' + b"0" * 5_000 + b"}", "not JSON in UTF-8")
-    yield case("infinite price", b'{"asin": "5", "price": 1e999}', side_rows=2)
-    yield case("price that is none", b'{"asin": "5", "price": NaN}', side_rows=2)
-    yield case("long price", b'{"asin": "5", "price": "$' + b"9" * 400 + b'"}', side_rows=2)
     yield case("price of lists", b'{"asin": "5", "price": [[]], "title": {}, "category": {"a": 1}}', side_rows=2)
-    yield case("categories of numbers", b'{"asin": "5", "category": [1, null, "a", ["b", 2]]}', side_rows=2)
     yield case("surrogates", b'{"asin": "5", "title": "\\ud800", "category": ["\\udfff"]}', side_rows=2)
     yield case("no asin", b'{"title": "x"}', "no asin that is text")
-    yield case("asin of a surrogate", b'{"asin": "\\ud800"}', "no asin that is text")
     yield case("asin is a number", b'{"asin": 5}', "no asin that is text")
-    yield case("list", b"[1]", "not a JSON object")
     yield case("nested deeply", b"[" * 90_000, "nested too deeply|not JSON")
     yield case("nested deeply, of Python", b"(" * 90_000, "nested too deeply|not JSON")
     yield case("a call", b"__import__('os').getcwd()", "not JSON in UTF-8")
-    yield case("a power", b"{'asin': 9**9**9}", "not JSON in UTF-8")
-    yield case("a set", b"{1, 2}", "not a JSON object")
-    yield case("unhashable key", b"{[]: 1}", "not JSON in UTF-8")
-    yield case("NUL", b"{'asin': '\0'}", "not JSON in UTF-8")
     yield case("UTF-8", b'{"asin": "\xff"}', "not JSON in UTF-8")
-    yield case("UTF-16", b"\xff\xfe", "not JSON in UTF-8")
 
 
 def reviews() -> Iterator[Case]:
@@ -382,19 +304,11 @@ def reviews() -> Iterator[Case]:
 
     yield case("line end in a text", made(reviewText="a\nb\r"))
     yield case("huge rating", made(overall=10**400))
-    yield case("rating that is text", made(overall="x"))
-    yield case("rating that is none", made(overall=float("nan")))
     yield case("user is missing", made(reviewerID=None), "the user is empty")
-    yield case("user is a surrogate", made(reviewerID="\ud800"), "not JSON in UTF-8")
     yield case("time is true", made(unixReviewTime=True), "the timestamp 'true' is not a number")
-    yield case("time is text", made(unixReviewTime="soon"), "the timestamp 'soon' is not a number")
     yield case("time is 2^62", made(unixReviewTime=2**62), "is not a number between -2.62 and 2.62")
-    yield case("time is huge", made(unixReviewTime=10**4000), "is not a number between -2.62 and 2.62")
-    yield case("list", b"[]", "not a JSON object")
-    yield case("number", b"1e5", "not a JSON object")
     yield case("open", made()[:-1], "not JSON in UTF-8")
-    yield case("twice", made() * 2, "not JSON in UTF-8")
-    yield case("nested deeply", b'{"a": ' * 30_000, "JSON nested too deeply")
+    yield case("nested deeply", b'{"a": ' * 30_000, "not JSON in UTF-8")
 
 
 HEADER = "^ratings.csv: starts with '.*', not with the header userId,movieId,rating,timestamp$"
@@ -422,14 +336,14 @@ def tables() -> Iterator[Case]:
     def case(
         label: str, content: bytes, *problems: tuple[int, str], said: str = "", actions: int = 3, **of: Any
     ) -> Case:
-        rejects, swallowed = tuple(("in.csv", line, reason) for line, reason in problems), of.pop("swallowed", 0)
-        return Case(f"csv: {label}", "table", {"in.csv": content}, said, rejects, actions, 0, swallowed, of)
+        rejects = tuple(("in.csv", line, reason) for line, reason in problems)
+        return Case(f"csv: {label}", "table", {"in.csv": content}, said, rejects, actions, 0, of)
 
     yield case("quoted comma, quote and line end", head + b'9,7,5,"x, ""y""\nz"\n' + rows, actions=4)
     yield case("quoted ids", head + b'"9","a,b",5,x\n' + rows, actions=4)
     yield case("line end in an id", head + b'"9\n8",7,5,x\n' + rows, actions=4)
     yield case("open quote", head + rows + b'9,7,5,"x\n1,2,3,4\n', (5, "a quote opens that would"), actions=4)
-    yield case("open quote of a text", head + rows + b'9,7,5,"x\nfor,y\n', (5, "not CSV .unexpected end"), swallowed=1)
+    yield case("open quote of a text", head + rows + b'9,7,5,"x\nfor,y\n', (5, "a quote opens"), (6, "has 2 fields"))
     yield case("long field", head + b"9,7,5," + b"x" * 131_073 + b"\n" + rows, actions=4)
     yield case("long field in quotes", head + b'9,7,5,"' + b"x\n" * 70_000 + b'"\n' + rows, said="malformed")
     yield case("quote inside a field", head + b'9,7,5,x"y\n' + rows, actions=4)
@@ -437,17 +351,13 @@ def tables() -> Iterator[Case]:
     yield case("too many fields", head + b"9,7,5,x,y\n" + rows, (2, "has 5 fields, not 4"))
     yield case("two columns of one name", b"user,item,timestamp,item\n" + rows, said="two columns named 'item'")
     yield case("no user column", b"who,item,timestamp,note\n" + rows, said="no column 'user'; there are: who, item")
-    yield case("two blank user columns", b"user,item,timestamp, , \n" + rows, said="two columns", user_column=" ")
     yield case("no header", rows, said="no column 'user'; there are: 1, 4, 1, a")
-    yield case("NUL in a name", b"user\0,item,timestamp,note\n" + rows, said="no column 'user'")
-    yield case("long header", b"x" * 140_000 + b"\n" + rows, said=r"in\.csv: no column 'user'")
     yield case("column without a name", b",user,item,timestamp\n0,1,4,1\n1,2,5,2\n", actions=2)
     yield case("another delimiter", head + rows, said="no column 'user'; there are: user,item", delimiter=";")
     yield case("time of another calendar", head + b"9,7,2024-02-30,x\n" + rows, (2, "is not a number"))
     yield case("times of two kinds", head + b"9,7,2024-02-29,x\n" + rows, actions=4)
-    yield case("year 0", head + b"9,7,0000-01-01,x\n" + rows, actions=4)
     yield case("year 10000", head + b"9,7,10000-01-01,x\n" + rows, (2, "is not a number"))
-    yield case("title not UTF-8", b"user,item,timestamp,title\n9,7,5,\xff\n" + rows, actions=4)
+    yield case("title not UTF-8", b"user,item,timestamp,title\n9,7,5,\xff\n" + rows, (2, "not UTF-8"))
     for column, content, problem in (
         ("empty", b"", "^items.csv: has no columns; give a table with --items"),
         ("id twice", b"item,item\n4,5\n", "two columns named 'item'"),
@@ -468,7 +378,7 @@ def tables() -> Iterator[Case]:
     ):
         files = {"in.csv": GOOD["table"], "items.csv": content}
         rejects = (("items.csv", 3, problem),)
-        yield Case(f"items: {column}", "table", files, "", rejects, 6, 1, 0, {"items": "items.csv"})
+        yield Case(f"items: {column}", "table", files, "", rejects, 6, 1, {"items": "items.csv"})
     for label, content, problem in (
         ("not TOML", b"[features", "schema.toml: not valid TOML"),
         ("not UTF-8", b"# \xff", "schema.toml: not valid TOML"),
@@ -513,20 +423,14 @@ def parquet_tables() -> Iterator[Case]:
     yield case("good", of())
     whole = of(note=["a", "b", "c"])
     yield case("truncated", whole[:-20], said="not readable Parquet")
-    yield case("half", whole[: len(whole) // 2], said="not readable Parquet")
-    yield case("signature alone", b"PAR1", said="not readable Parquet")
     yield case("signatures alone", b"PAR1PAR1", said="not readable Parquet")
-    yield case("footer of zeros", whole[:-40] + bytes(36) + b"PAR1", said="not readable Parquet")
     yield case("footer of 4 GB", whole[:-8] + b"\xff\xff\xff\xff" + b"PAR1", said="not readable Parquet")
     yield case("name that is not UTF-8", of().replace(b"item", b"it\xffm"), said="not readable Parquet")
     yield case("encrypted", whole[:-4] + b"PARE", said="not readable Parquet")
-    twins, features, unnamed = (named(*good, *more) for more in (["item"], ["x", "x"], ["__i", "__i"]))
+    twins, features = (named(*good, *more) for more in (["item"], ["x", "x"]))
     yield case("two columns of one name", twins, said="two columns named 'item'; rename one")
     yield case("two features of one name", features, said="two columns named 'x'; rename one")
-    yield case("two unnamed columns", unnamed, actions=1)
-    yield case("two unnamed columns of users", unnamed, said="two columns named '__i'", user_column="__i")
     yield case("no rows", parquet(**{name: pa.array([], pa.int64()) for name in good}), said="holds no actions")
-    yield case("no columns", parquet(), said="not readable Parquet")
     yield case("no item column", parquet(user=[1], timestamp=[1]), said="no column 'item'; there are: user, timestamp")
     for name, values in (
         ("numbers", bad(1.0, 2.0, 3.0)),
@@ -630,7 +534,6 @@ def put(folder: Path, files: Files) -> Path:
 
 def attempt(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any], list[list[str]]]:
     monkeypatch.setattr(text, "LONGEST_LINE", LONGEST_LINE)
-    monkeypatch.setattr(movielens, "LARGEST", 1 << 20)
     monkeypatch.setattr(preparing, "Rejects", Counted)
     source = put(folder / "in", case.files)
     before = files_in(folder)
@@ -682,7 +585,7 @@ def test_malformed_input_is_read_by_rule_or_reported(
     assert not said
     assert description["read"]["actions"] == case.actions
     assert case.actions != 6 or (description["users"], description["items"]) == (3, 3)
-    assert len(rows) == len(case.rejects) == description["rejected_lines"] - case.swallowed, rows
+    assert len(rows) == len(case.rejects) == description["rejected_lines"], rows
     for row, (file, line, reason) in zip(rows, case.rejects, strict=True):
         assert (row[0], row[1]) == (file, str(line))
         assert re.search(reason, row[2]), row[2]
@@ -760,29 +663,24 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> int:
 BLOCKS = 32 << 20
 """Bytes for a block of 4 MiB, and what is made of it."""
 LONG = [("sequences", 10), ("table", 10)]
-LONG_OF_ALL = [pytest.param(kind, size, marks=pytest.mark.slow) for kind in FORMATS for size in (60, 100)]
+LONG_OF_ALL = [pytest.param(kind, size, marks=pytest.mark.slow) for kind in FORMATS for size in (15, 100)]
 
 
 @pytest.mark.parametrize(("kind", "size"), [*LONG, *LONG_OF_ALL])
 def test_memory_for_a_long_line(kind: str, size: int, usual: int, tmp_path: Path) -> None:
-    """Of so many MB. What is read has up to 8 copies, among them the fields and the text of the reject; what is longer
-    than 64 MiB is refused once so much of it is there, with the copy that it is added to."""
-    of, refused = FORMATS[kind], size > 64
+    """Of so many MB. What is read has up to 12 copies, among them the fields and the text of the reject; what is longer
+    than 16 MiB is refused once so much of it is there, with the copy that it is added to."""
+    of, refused = FORMATS[kind], size > 16
     content = of.text(b"x" * (size * 1_000_000))
     source = put(tmp_path, {of.file: gzip.compress(content, 1) if refused else content})
     peak, said = measured(of, source, tmp_path / "out")
-    assert said == (f"{of.file}:{of.at}: a line of more than 64 MiB; is this a text file?" if refused else "")
-    assert peak - usual < (2 * (64 << 20) if refused else 8_000_000 * size) + BLOCKS
+    assert said == (f"{of.file}:{of.at}: a line of more than 16 MiB; is this a text file?" if refused else "")
+    assert peak - usual < (2 * (16 << 20) if refused else 12_000_000 * size) + BLOCKS
 
 
 def repeated(megabytes: int, what: bytes) -> bytes:
     """In gzip, of which each MiB has 1 KiB."""
     return gzip.compress(what * ((1 << 20) // len(what))) * megabytes
-
-
-def many_titles() -> bytes:
-    rows = b"".join(b"%d::x::y\n" % number for number in range(6_000_000))
-    return archive({"ratings.dat": GOOD["dat"], "movies.dat": rows})
 
 
 BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
@@ -794,10 +692,9 @@ BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
         "table",
         "in.csv",
         lambda: gzip.compress(GOOD["table"] + b'"') + repeated(200, b"\n"),
-        "malformed",
+        "",
     ),
     "malformed lines": ("dat", "ratings.dat", lambda: repeated(200, b"::\n"), "are malformed"),
-    "rows beside the ratings": ("dat", "in.zip", many_titles, "is larger than 32 MiB"),
 }
 
 
@@ -805,9 +702,8 @@ BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     "label", [*list(BOMBS)[:1], *(pytest.param(of, marks=pytest.mark.slow) for of in list(BOMBS)[1:])]
 )
 def test_memory_for_a_bomb(label: str, usual: int, tmp_path: Path) -> None:
-    """As for a line of 64 MiB, or for a block of 4 MiB with as many lines, whatever their number is; rows of a side
-    file are objects, of up to 400 bytes."""
+    """As for a long line, or for a block of 4 MiB with as many lines, whatever their number is."""
     kind, name, content, expected = BOMBS[label]
     peak, said = measured(FORMATS[kind], put(tmp_path, {name: content()}), tmp_path / "out")
     assert expected in said and bool(said) == bool(expected)
-    assert peak - usual < (1300 << 20 if label.startswith("rows") else 4 * (64 << 20))
+    assert peak - usual < 256 << 20

@@ -1,15 +1,13 @@
 """Tables of items and users whose ids do not fit those of the actions, or are not unique."""
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 from reading import file_of, prepared, summary
 
 from logitmix.trainer.data.description import read_description
-from logitmix.trainer.prepare.matching import alike, match
+from logitmix.trainer.prepare.matching import match
 from logitmix.trainer.prepare.tables import SideTable
 
 
@@ -58,47 +56,11 @@ def test_few_that_are_missing_are_counted_alone() -> None:
     )
 
 
-def test_ids_that_come_again_with_other_values_are_said() -> None:
-    columns: dict[str, Any] = {"note": ["n"] * 6, "brand": ["x", "y", "z", "x", "y", "w"]}
-    table = SideTable(pa.array(["a", "b", "b", "a", "b", "c"]), {name: pa.array(of) for name, of in columns.items()})
-    assert table.contradictions("t.csv") == (
-        "1 id occurs in several rows of t.csv with different values, such as b with those of brand: the last row counts"
-    )
-    assert table.of(pa.array(["b", "a"]))["brand"].to_pylist() == ["y", "x"]
-    harmless = SideTable(pa.array(["a", "b", "a"]), {"brand": pa.array(["x", "y", "x"])})
-    assert harmless.contradictions("t.csv") == SideTable().contradictions("t.csv") == ""
-    assert SideTable(pa.array(["a", "a"]), {"v": pa.array([[1.0], None])}).contradictions("t.csv").startswith("1 id")
-
-
-@pytest.mark.parametrize(
-    ("ids", "known", "said"),
-    [
-        (
-            ["a", "A", "b", "\u3000a", "c "],
-            None,
-            "2 items differ from another only by .*, such as 'A' and 'a': they count",
-        ),
-        (["Caf\u00e9", "Cafe\u0301"], None, r"1 item differs .* such as 'Cafe\\u0301' and 'Caf\\xe9': they count"),
-        (["a", "\ufeffa"], None, r"1 item differs .* such as '\\ufeffa' and 'a'"),
-        (["B", "c"], ["x", "X", "b"], "1 item differs .* such as 'B' and 'b'"),
-        (["7", "007", "0", "00", "70"], None, "2 items differ .* such as '007' and '7'"),
-        (["a", "a b", "ab", "1", "0a1", "10", "\u00e4"], ["x", "X"], ""),
-        ([], ["x"], ""),
-    ],
-)
-def test_ids_that_could_be_one_are_said(ids: list[str], known: list[str] | None, said: str) -> None:
-    found = alike("item", pa.array(ids, pa.string()), None if known is None else pa.array(known, pa.large_string()))
-    assert len(found) == bool(said) and re.match(said, "".join(found))
-
-
-def test_prepare_names_ids_that_could_be_one(tmp_path: Path) -> None:
-    file = file_of(tmp_path, b"user,item,timestamp\nu,i,1\nU,j,2\n")
-    dataset, said = prepared(file)
-    assert "1 user differs from another only by blanks, case, zeros or Unicode's forms, such as 'U' and 'u'" in said
-    later = file_of(tmp_path, b"user,item,timestamp\nu,I,3\n", "later.csv")
-    said = prepared(later, append=dataset.path, min_user_actions=5, overwrite=False, out=tmp_path / "both")[1]
-    assert "1 new item differs from another only by blanks, case, zeros or Unicode's forms, such as 'I' and 'i'" in said
-    assert "user differs" not in said
+def test_the_last_row_of_an_id_counts() -> None:
+    table = SideTable(pa.array(["a", "b", "b", "c"]), {"brand": pa.array(["x", "y", "z", "w"])})
+    assert table.repeated("t.csv") == "1 id occurs in several rows of t.csv, such as b: the last row counts"
+    assert table.of(pa.array(["b", "a"]))["brand"].to_pylist() == ["z", "x"]
+    assert SideTable().repeated("t.csv") == ""
 
 
 def test_prepare_names_what_does_not_fit(tmp_path: Path) -> None:
@@ -108,7 +70,7 @@ def test_prepare_names_what_does_not_fit(tmp_path: Path) -> None:
     items = file_of(tmp_path, f"item,brand\n{brands}i2,b7\n".encode(), "items.csv").path
     users = file_of(tmp_path, b"user,plan\nu0,p0\nu1,p1\nu2,p0\n", "users.csv").path
     dataset, said = prepared(file, items=items, users=users)
-    assert "1 id occurs in several rows of items.csv with different values, such as i2 with those of brand" in said
+    assert "1 id occurs in several rows of items.csv, such as i2: the last row counts" in said
     assert [line for line in summary(dataset).splitlines() if line.startswith(("items", "users     3 of"))] == [
         "items     4 of 6 are in items.csv, which has 7",
         "users     3 of 3 are in users.csv, which has 3",

@@ -24,7 +24,7 @@ from logitmix.trainer.prepare.files import InputFile, single_file
 from logitmix.trainer.prepare.jsonl import is_json, read_json
 from logitmix.trainer.prepare.scan import Raw
 from logitmix.trainer.prepare.tables import Job, SideTable
-from logitmix.trainer.prepare.text import LONGEST_LINE, Layout, as_number, fixed_keys, line_blocks, lines_of, read_text
+from logitmix.trainer.prepare.text import LONGEST_LINE, Layout, as_number, fixed_keys, line_blocks, read_text
 
 COLUMNS = ("user", "item", "rating", "timestamp")
 COLUMNS_OF_KEYS = ("user", "item", "timestamp")
@@ -86,7 +86,9 @@ def _read_metadata(file: InputFile, job: Job) -> SideTable:
     """Titles, categories and prices, and in 2023 the stores: JSON of 2018 and 2023, or the Python literals of 2014."""
     items, rejects = list[tuple[Any, ...]](), job.rejects
     for first, block in line_blocks(file, job.progress):
-        for number, line in lines_of(first, block):
+        for number, line in enumerate(block.split(b"\n"), first):
+            if not line.strip():
+                continue
             rejects.lines += 1
             try:
                 items.append(_item(_json_or_literal(line.decode())))

@@ -4,25 +4,18 @@ ml-1m has `ratings.dat` (`user::item::rating::timestamp`), ml-100k `u.data` (the
 ml-latest `ratings.csv`. Titles, genres and features of users are read if their files exist.
 """
 
-import csv
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow as pa
-
-from logitmix.common.mappings import counted
+from logitmix.trainer.data.engine import scratch
 from logitmix.trainer.data.times import Clock
 from logitmix.trainer.prepare.download import Download, find_source
 from logitmix.trainer.prepare.files import InputFile, find_files, is_zip
-from logitmix.trainer.prepare.tables import Job, SideTable
-from logitmix.trainer.prepare.text import Layout, as_number, fixed_keys, line_blocks, read_text
+from logitmix.trainer.prepare.scan import literal
+from logitmix.trainer.prepare.tables import Job, SideTable, side_table
+from logitmix.trainer.prepare.text import Layout, as_number, fixed_keys, read_text
 
-LARGEST = 32 << 20
-"""Bytes of a file about users or items, decompressed: its rows are Python objects, 30 times as large. Those of
-MovieLens have up to 4 MiB."""
 COLUMNS = ("user", "item", "rating", "timestamp")
 RATINGS_DAT = Layout("::", COLUMNS, quotes=False, fixed=True)
 U_DATA = Layout("\t", COLUMNS, quotes=False, fixed=True)
@@ -46,36 +39,17 @@ FEATURE_KINDS: dict[str, str] = {
     "genres": "ids", "year": "id", "gender": "id", "age": "id", "occupation": "id", "zip": "id", "rating": "number",
 }  # fmt: skip
 
-Row = list[str]
-Columns = dict[str, Callable[[Row], object]]
-"""By name: the value of a row, which is text, or texts for genres."""
-
-
-def _genres(row: Row) -> list[str]:
-    return [] if row[2] == "(no genres listed)" else row[2].split("|")
-
-
-def _flagged_genres(row: Row) -> list[str]:
-    flags = zip(row[-len(GENRES_100K) :], GENRES_100K, strict=True)
-    return [genre for flag, genre in flags if flag == "1"]
-
-
-def _year(row: Row) -> str | None:
-    """The year in the title, "Name (1995)", or in ml-100k's release date, 01-Jan-1995."""
-    found = re.search(r"\((\d{4})\)\s*$", row[1]) or re.fullmatch(r"\d\d-[A-Z][a-z]{2}-(\d{4})", row[2])
-    return found[1] if found else None
-
 
 @dataclass(frozen=True)
 class SideFile:
-    """A file about users or items, and the fields of its rows that are kept. The id is the first field."""
+    """A file about users or items, and what is kept of it."""
 
     name: str
-    delimiter: str
-    fields: int
-    columns: Columns
+    layout: Layout
+    """The first column is the id."""
+    columns: dict[str, str]
+    """Expressions in SQL by the features' names, in terms of the file's columns."""
     encoding: str = "latin-1"
-    header: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,21 +62,43 @@ class Release:
     users: SideFile | None = None
 
 
-_MOVIES: Columns = {"title": itemgetter(1), "genres": _genres, "year": _year}
-_USERS: Columns = {"gender": itemgetter(1), "age": itemgetter(2), "occupation": itemgetter(3), "zip": itemgetter(4)}
+YEAR = r"nullif(regexp_extract({title}, '\((\d{{4}})\)\s*$', 1), '')"
+"""That of the title, Name (1995)."""
+RELEASED = r"nullif(regexp_extract({date}, '^\d\d-[A-Z][a-z]{{2}}-(\d{{4}})$', 1), '')"
+"""That of the release date in ml-100k, 01-Jan-1995."""
+_FLAGGED = ", ".join(f"case when {{g{at}}} = '1' then {literal(name)} end" for at, name in enumerate(GENRES_100K))
+_MOVIES = {
+    "title": "{title}",
+    "genres": "case when {genres} = '(no genres listed)' then [] else string_split({genres}, '|') end",
+    "year": YEAR,
+}
+_MOVIES_100K = {
+    "title": "{title}",
+    "genres": f"list_filter([{_FLAGGED}], lambda genre: genre is not null)",
+    "year": f"coalesce({YEAR}, {RELEASED})",
+}
+_USERS = {name: f"{{{name}}}" for name in ("gender", "age", "occupation", "zip")}
+
+
+def _lines(delimiter: str, columns: Sequence[str], header: str = "") -> Layout:
+    return Layout(delimiter, columns, quotes=bool(header), header=header, fixed=True)
+
+
+_FLAGS = [f"g{place}" for place in range(len(GENRES_100K))]
 _ML_100K = Release(
     "u.data",
     U_DATA,
-    SideFile("u.item", "|", 24, _MOVIES | {"genres": _flagged_genres}),
-    SideFile("u.user", "|", 5, _USERS | {"gender": itemgetter(2), "age": itemgetter(1)}),
+    SideFile("u.item", _lines("|", ["id", "title", "date", "_", "_", *_FLAGS]), _MOVIES_100K),
+    SideFile("u.user", _lines("|", ["id", "age", "gender", "occupation", "zip"]), _USERS),
 )
 _ML_1M = Release(
     "ratings.dat",
     RATINGS_DAT,
-    SideFile("movies.dat", "::", 3, _MOVIES),
-    SideFile("users.dat", "::", 5, _USERS),
+    SideFile("movies.dat", _lines("::", ["id", "title", "genres"]), _MOVIES),
+    SideFile("users.dat", _lines("::", ["id", *_USERS]), _USERS),
 )
-_CSV = Release("ratings.csv", RATINGS_CSV, SideFile("movies.csv", ",", 3, _MOVIES, "utf-8", header=True))
+_TITLES = _lines(",", ["id", "title", "genres"], "movieId,title,genres")
+_CSV = Release("ratings.csv", RATINGS_CSV, SideFile("movies.csv", _TITLES, _MOVIES, ""))
 RELEASES = {"ml-100k": _ML_100K, "ml-1m": _ML_1M, "ml-20m": _CSV, "ml-latest": _CSV}
 
 
@@ -136,38 +132,7 @@ def _find(name: str, source: Path, release: Release) -> dict[str, InputFile]:
 
 
 def _read_side(file: InputFile, side: SideFile, job: Job) -> SideTable:
-    rows = list(_rows(file, side, job))
-    types = {"genres": pa.list_(pa.string())}
-    columns = {
-        name: pa.array([value(row) for row in rows], types.get(name, pa.string()))
-        for name, value in side.columns.items()
-    }
-    return SideTable(pa.array([row[0] for row in rows], pa.string()), columns)
-
-
-def _rows(file: InputFile, side: SideFile, job: Job) -> Iterator[Row]:
-    """The rows of a small file, one a line, with CSV quoting if the delimiter is a comma. ValueError if it has more
-    than LARGEST bytes."""
-    read, rejects = 0, job.rejects
-    for first, block in line_blocks(file, job.progress):
-        read += len(block)
-        if read > LARGEST:
-            raise ValueError(f"{file.label}: is larger than {LARGEST >> 20} MiB; is it the right file?")
-        for number, raw in enumerate(block.split(b"\n"), start=first):
-            line = raw.rstrip(b"\r")
-            if not line or (side.header and number == 1):
-                continue
-            rejects.lines += 1
-            try:
-                text = line.decode(side.encoding)
-                row = next(csv.reader([text], strict=True)) if side.delimiter == "," else text.split(side.delimiter)
-            except UnicodeDecodeError as error:
-                rejects.add(file.label, number, f"not {side.encoding} ({error.reason})", line)
-            except csv.Error as error:
-                carriage = "\r" in text and "new-line" in str(error)
-                rejects.add(file.label, number, f"not CSV ({'a carriage return' if carriage else error})", line)
-            else:
-                if len(row) == side.fields:
-                    yield row
-                else:
-                    rejects.add(file.label, number, f"has {counted(len(row), 'field')}, not {side.fields}", text)
+    file = replace(file, encoding=side.encoding)
+    raw = read_text(file, fixed_keys("id"), job.rejects, job.progress, scratch(), side.layout)
+    columns = {name: expression.format(**raw.columns) for name, expression in side.columns.items()}
+    return side_table([replace(raw, columns={"id": raw.columns["id"]} | columns)], job.rejects)

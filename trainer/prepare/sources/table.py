@@ -25,10 +25,9 @@ from logitmix.trainer.prepare.config import PrepareOptions
 from logitmix.trainer.prepare.download import find_source
 from logitmix.trainer.prepare.features import read_schema
 from logitmix.trainer.prepare.files import ATOMIC, ENDINGS, InputFile, find_parts
-from logitmix.trainer.prepare.ids import as_whole, doubtful, labeled, shortened
+from logitmix.trainer.prepare.ids import as_whole, doubtful, labeled
 from logitmix.trainer.prepare.joined import NOTHING_JOINED, Joins, join, joins_of
 from logitmix.trainer.prepare.lists import Lists
-from logitmix.trainer.prepare.matching import alike
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.row_numbers import is_pandas_index
 from logitmix.trainer.prepare.scan import Raw
@@ -87,10 +86,6 @@ def read(job: Job) -> None:
             rejects.say(line)
     for line in labeled(names.item, ids["item"]["whole"].combine_chunks().unique()):
         rejects.say(line)
-    for what, name in (("user", names.user), ("item", names.item)):
-        whole = ids[what]["whole"].combine_chunks().unique()
-        for line in (*alike(what, whole), *shortened(name, whole)):
-            rejects.say(line)
     layout = replace(layout, columns=())
     job.items, job.users = (
         read_side(path, flag, column, rejects, job.progress, layout, joins, ids[what]["whole"].combine_chunks())
