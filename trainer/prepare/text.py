@@ -224,7 +224,8 @@ class _Text:
         width, looked = len(self.header), False
         duck.db.execute(
             f"""create or replace view raw as
-            select * replace (case when problem is not null then left(written, {SHOWN}) end as written) from (
+            select * replace (case when problem is not null then left(written, {SHOWN}) end as written,
+                case when problem is null then fields end as fields) from (
                 select * replace (coalesce(problem, case when len(fields) <> {width} then concat('has ', len(fields),
                     ' field', case when len(fields) <> 1 then 's' end, ', not {width}') end) as problem) from (
                     select *, {self.dialect.split("written")} as fields from lines
