@@ -60,14 +60,6 @@ class FeatureReader:
                     )
         return {name: self._column(feature, records, names) for name, feature in features.items()}
 
-    def unknown(self, owner: Owner, records: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The values of single ids that are in no vocabulary, each with its feature."""
-        of_ids = [of for of in self.schema.of(owner) if of.sparse and not of.form.bag]
-        given = [(of, record[of.name]) for record in records for of in of_ids if record.get(of.name) not in (None, "")]
-        return [
-            f"{of.name} {value!r}" for of, value in given if self._row(of, value) == self.schema.table(of.table).unknown
-        ]
-
     def rows(self, table: str, values: Sequence[str]) -> list[int]:
         """The rows of a table that values of its vocabulary have; "" is unknown."""
         unknown, places = self.schema.table(table).unknown, self._vocabularies[table].places(values)

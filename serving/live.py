@@ -25,8 +25,6 @@ MOST_FOUND = 10_000
 """Items that a search finds before it ends, where the one with most actions comes first."""
 POLL_SECONDS = 1.0
 """Time between two looks at the manifest."""
-_LOOKS = 30
-"""Looks after which a line says that a new export waits."""
 STAMP_SECONDS = 1.0
 """Time between two looks at the file of attributes."""
 STORE_SECONDS = 10.0
@@ -74,7 +72,6 @@ class LiveExport:
         self._seen = self._there()
         self._next: Retriever = self._reader.submit(self._read).result()
         """Answers as soon as all who share the items have its export."""
-        self._looks = 0
         self.retriever: Retriever = self._next
         self._group.look_after(self.retriever.digest)
         self._say_refused()
@@ -95,7 +92,7 @@ class LiveExport:
         # A directory is not there for a moment while it is published.
         if there[0] is not None and there != self._seen:
             try:
-                self._next, self._looks = self._reader.submit(self._read).result(), 0
+                self._next = self._reader.submit(self._read).result()
             except Exception as error:  # whatever is wrong with the new export, the old one can answer
                 if there == self._there():  # otherwise it was replaced while it was read
                     self._seen = there
@@ -103,12 +100,7 @@ class LiveExport:
                 return False
             self._seen = there
             self._say_refused()
-        if self._next is before:
-            return False
-        if not self._group.all_have(self._next.digest):
-            self._looks += 1
-            if self._looks == _LOOKS:
-                self.say("a new export waits until all shards have read it")
+        if self._next is before or not self._group.all_have(self._next.digest):
             return False
         self.retriever = self._next
         said = f"delta {self.retriever.delta} is applied" if self.retriever.delta else "new export"

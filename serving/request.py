@@ -1,7 +1,7 @@
 """What callers ask and how it is answered, and its reading: raw ids and features -> item indices, times, features."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -335,8 +335,6 @@ def of_one(problem: str) -> str:
 def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any]] = as_list) -> list[Any]:
     """An entry as a list, made by `of`. ValueError, with the request's number, for anything else, such as one text."""
     found: Any = request.get(entry)
-    if isinstance(found, Set) and entry not in ("allowed", "blocked"):
-        raise ValueError(f"request {place}: {entry} is a set, which has no order; it must be a list")
     if found is None:
         return []
     with prefixed(f"request {place}: {entry} "):

@@ -20,7 +20,6 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 
 from logitmix.common.messages import naming_urls
 from logitmix.common.storage import fetch
-from logitmix.modules.config import sees_times
 from logitmix.modules.schema import WANTED, require_kind
 from logitmix.serving.columns import ACTIONS, NEW, Column
 from logitmix.serving.directory.format import Contents
@@ -131,11 +130,6 @@ class Retriever:
     def described(self) -> str:
         """What answers, for a line of a log."""
         return f"{self.num_items:,} items of {self.source.dataset}, step {self.source.step} of run {self.source.run}"
-
-    @property
-    def takes_times(self) -> bool:
-        """Whether the timestamps of a request change its answer."""
-        return sees_times(self.config.encoder, self.tower.schema) or self._reader.derives_recency
 
     @property
     def num_items(self) -> int:

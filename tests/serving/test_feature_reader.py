@@ -43,17 +43,6 @@ def test_values_are_rows_of_the_tables_and_numbers_as_they_are() -> None:
     assert READER.read("event", [{}] * 3, ["event"] * 3) == {}
 
 
-def test_values_that_no_vocabulary_has_are_told() -> None:
-    records: list[dict[str, Any]] = [
-        {"brand": "acme"},
-        {"brand": "other", "tags": ["new"]},
-        {"brand": 18},
-        {"brand": ""},
-    ]
-    assert READER.unknown("item", records) == ["brand 'other'", "brand 18"]
-    assert READER.unknown("user", [{"favorite": None}, {"favorite": 17}, {}]) == []
-
-
 def test_no_rows_have_the_right_shapes() -> None:
     values = READER.read("item", [], [])
     assert {name: tuple(of.values.shape) for name, of in values.items()} == {

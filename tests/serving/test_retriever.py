@@ -128,7 +128,6 @@ def test_a_recency_that_an_event_states_counts_before_that_of_its_timestamps(
     table = Table(RECENCY, len(RECENCY_VALUES))
     schema = Schema((ITEM_FEATURE, RECENCY_FEATURE), (Table("item", X + 1), table))
     retriever, ids = load(small_model("dot", X, schema=schema), tmp_path), raw_ids(3)
-    assert retriever.takes_times
     # The second and the third action come 2 and 9 seconds after the ones before: of 2 and 4 bits.
     timed: Request = {"history": ids, "timestamps": [1, 3, 12], "time": 12}
     requests: list[Request] = [
@@ -271,7 +270,6 @@ def test_what_is_no_id_is_refused_and_not_dropped(tmp_path: Path) -> None:
                 ranked_rows(retriever.recommend([{"history": ["id 7"], entry: wrong}], 3))  # type: ignore[misc]
     calls: list[Callable[[], object]] = [
         lambda: ranked_rows(retriever.recommend([{"history": ["id 7"], "timestamps": [1.0]}], 3)),  # type: ignore[list-item]
-        lambda: ranked_rows(retriever.recommend([{"history": {"id 7"}}], 3)),  # type: ignore[typeddict-item]
         lambda: retriever.recommend([{"history": ["id 7"]}], 3.0),  # type: ignore[arg-type]
         lambda: retriever.recommend([{"history": ["id 7"]}], 3, "sikp"),  # type: ignore[arg-type]
         lambda: retriever.recommend([{"history": ["id 7"]}], 3, exclude_history="no"),  # type: ignore[arg-type]
