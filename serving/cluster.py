@@ -11,7 +11,7 @@ Axes: B queries, N keys of each.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,8 @@ class Arguments(Settings):
     """Serving directory, at an absolute path that all nodes have or at a URL."""
     shards: int
     """Parts into which the items are divided, each with a deployment of its own."""
+    allow_partial: bool = False
+    """Answer without the items of shards that are missing, and say so; 503 otherwise."""
     shard_seconds: float = 5.0
     """Seconds for a shard to answer, after which it is missing."""
     cpus: float = 1.0
@@ -122,16 +124,19 @@ class Shards(Group):
 
     asks_shards = True
 
-    def __init__(self, shards: "Sequence[DeploymentHandle]", say: Callable[[str], object], seconds: float) -> None:
+    def __init__(
+        self, shards: "Sequence[DeploymentHandle]", say: Callable[[str], object], seconds: float, allow_partial: bool
+    ) -> None:
         """Makes a group of shards.
 
         Args:
             shards: Handles of the shards' deployments, in the order of their parts.
             say: What is told of shards that go missing and come back.
             seconds: How long a shard may take for a stage of an answer.
+            allow_partial: Whether there are answers without the items of shards that are missing.
         """
-        super().__init__()
-        self._shards, self._say, self._seconds = shards, say, seconds
+        super().__init__(size=len(shards))
+        self._shards, self._say, self._seconds, self._allow_partial = shards, say, seconds, allow_partial
         self._newest = [""] * len(shards)
         """By shard, the digest of the export that it read last."""
         self._problems = [""] * len(shards)
@@ -141,46 +146,56 @@ class Shards(Group):
         return whole[:0]
 
     @property
+    def missing(self) -> list[int]:  # type: ignore[override]
+        return [number for number, problem in enumerate(self._problems) if problem]
+
+    @property
     def refusal(self) -> str:  # type: ignore[override]
-        missing = [number for number, problem in enumerate(self._problems) if problem]
+        missing = self.missing
+        if self._allow_partial and len(missing) < self.size:
+            return ""
         return "; ".join(f"{self._name(number)} is missing: {self._problems[number]}" for number in missing)
 
     def best(self, task: Task, kept: int | None, k: int) -> Tensor:
-        """Returns keys [B, k] of the best items of all shards. Raises ShardsLost if one does not answer.
+        """Returns keys [B, k] of the best items of all shards, or of those that answer if that is allowed. Raises
+        ShardsLost otherwise.
 
         Args:
             task: What is asked.
             kept: How many items stage 1 keeps; None if it is not asked.
             k: The number of items.
         """
-        keys: list[Any] = [None] * len(self._shards)
+        keys: dict[int, Any] = dict.fromkeys({*range(self.size)}.difference(self.missing))
         if kept:
-            keys = self._ranked([("stage_1", task)] * len(self._shards))
-            least_B = least_key(torch.cat(keys, dim=1), kept)
-            keys = [at_least(least_B, keys_BN) for keys_BN in keys]
-        return torch.cat(self._ranked([("stage_2", task, of) for of in keys]), dim=1).topk(k).values
+            keys = self._ranked(dict.fromkeys(keys, ("stage_1", task)))
+            least_B = least_key(torch.cat([*keys.values()], dim=1), kept)
+            keys = {number: at_least(least_B, keys_BN) for number, keys_BN in keys.items()}
+        best = self._ranked({number: ("stage_2", task, of) for number, of in keys.items()})
+        self.missed = sorted({*self.missed, *range(self.size)}.difference(best))
+        found_BN = torch.cat([*best.values()], dim=1)
+        return found_BN.topk(min(k, found_BN.shape[1])).values
 
     def look_after(self, digest: str) -> None:
-        for number, (newest, problem) in self._ask("status", [(digest,)] * len(self._shards)).items():
+        for number, (newest, problem) in self._ask("status", dict.fromkeys(range(self.size), (digest,))).items():
             self._newest[number] = newest
             self._note(number, problem)
 
     def all_have(self, digest: str) -> bool:
         return all(newest == digest or problem for newest, problem in zip(self._newest, self._problems, strict=True))
 
-    def _ranked(self, asked: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-        """What all shards return. Raises ShardsLost if one is known to be missing, or does not answer."""
+    def _ranked(self, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Tensor]:
+        """What shards return, by shard. Raises ShardsLost if one is missing without which no answer is given."""
         found = {} if self.refusal else self._ask("rank", asked)
         if self.refusal:
             raise ShardsLost(self.refusal)
-        return list(found.values())
+        return found
 
-    def _ask(self, method: str, asked: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
-        """Calls a method of all shards at once; returns, by shard, what comes of it. Those that do not answer in time
-        are missing until they do."""
+    def _ask(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Calls a method of shards at once; returns, by shard, what comes of it. Those that do not answer in time are
+        missing until they do."""
         until, found = time.monotonic() + self._seconds, dict[int, Any]()
-        calls = [getattr(shard, method).remote(*given) for shard, given in zip(self._shards, asked, strict=True)]
-        for number, call in enumerate(calls):
+        calls = {number: getattr(self._shards[number], method).remote(*given) for number, given in asked.items()}
+        for number, call in calls.items():
             try:
                 found[number] = call.result(timeout_s=max(0.0, until - time.monotonic()))
             except TimeoutError:
@@ -197,7 +212,7 @@ class Shards(Group):
         self._problems[number] = problem
 
     def _name(self, number: int) -> str:
-        return f"shard {number + 1}/{len(self._shards)}"
+        return f"shard {number + 1}/{self.size}"
 
 
 class Front:
@@ -205,7 +220,7 @@ class Front:
 
     def __init__(self, arguments: Arguments, *shards: "DeploymentHandle") -> None:
         self._settings = arguments
-        group = Shards(shards, say, arguments.shard_seconds)
+        group = Shards(shards, say, arguments.shard_seconds, arguments.allow_partial)
         # Shards are asked, and Ray Serve lets no one wait for them in its event loop.
         with ThreadPoolExecutor(1) as thread:
             self._export = thread.submit(arguments.export, group, "front").result()

@@ -1,5 +1,7 @@
 """Which part of an export's items this process ranks, and who ranks the others."""
 
+from collections.abc import Sequence
+
 
 class ShardsLost(ConnectionError):
     """Shards without which no answer is given do not answer."""
@@ -12,6 +14,10 @@ class Group:
     """Whether others rank the items, whom `best` asks (cluster.py)."""
     refusal = ""
     """Why there are no answers now; empty if there are."""
+    missing: Sequence[int] = ()
+    """The parts of the items, from 0, that are out of reach now."""
+    missed: Sequence[int] = ()
+    """The parts that the last answer lacks; who asks for one begins with none."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         """`rank` is the number of this process's part, of `size` parts."""

@@ -2,8 +2,10 @@
 
 import hmac
 import ipaddress
+import os
 import re
 import socket
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +72,20 @@ def read_token(file: Path) -> str:
             f"with: openssl rand -hex 32 > {file}"
         )
     return token
+
+
+def exposed(flag: str, file: Path) -> str:
+    """Returns a line that says that other users of this machine may read a secret file, or "".
+
+    The group may read a file that is another user's: in a volume of Kubernetes, a server that is not root has no other
+    way to read it.
+    """
+    status = file.stat()
+    others = stat.S_IRWXG | stat.S_IRWXO if status.st_uid == os.geteuid() else stat.S_IRWXO
+    if not status.st_mode & others:
+        return ""
+    mode = stat.S_IMODE(status.st_mode)
+    return f"{flag} {file} may be read by other users of this machine (mode {mode:04o}); better: chmod go= {file}"
 
 
 def _name_of(host: str) -> str:

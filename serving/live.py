@@ -17,7 +17,7 @@ from logitmix.serving.directory.delta import all_applied, chain, stamps
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.directory.reader import read, stamp
 from logitmix.serving.group import Group
-from logitmix.serving.retriever import Retriever
+from logitmix.serving.retriever import Missing, Retriever
 
 SEARCH_SECONDS = 1.0
 """Most time of a search."""
@@ -137,6 +137,11 @@ class LiveExport:
     def refusal(self) -> str:
         """Why nothing is answered now; empty if it is."""
         return self._group.refusal
+
+    @property
+    def missing(self) -> Missing:
+        """What of the items is out of reach now."""
+        return self.retriever.without(self._group.missing)
 
     def _fetch(self) -> None:
         """Fetches what has changed of an export at a URL, again and again until the end. Where that fails, the old one

@@ -50,6 +50,7 @@ class Metrics:
             ("export_step", "Step of the checkpoint that answers.", lambda: export.retriever.source.step),
             ("export_items", "Items of the export that answers.", lambda: export.retriever.num_items),
             ("export_delta", "Number of the last delta in it.", lambda: export.retriever.delta),
+            ("shards_missing", "Shards out of reach.", lambda: len(export.missing.get("missing_shards", ()))),
             ("deltas_refused", "Whether there are deltas that are not applied.", lambda: bool(export.refused)),
         ):
             Gauge(f"logitmix_{name}", meaning, registry=registry).set_function(read)

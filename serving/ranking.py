@@ -18,7 +18,7 @@ from logitmix.modules.stage1 import Int8Corpus, hindexer_topk
 from logitmix.modules.towers import Sides, Tower
 from logitmix.serving.directory.format import Contents
 from logitmix.serving.expression import Allowed
-from logitmix.serving.group import Group
+from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items, shard_of
 from logitmix.serving.model import CACHE, CORPUS, CORPUS_SCALE, is_side
 from logitmix.serving.request import Options
@@ -61,8 +61,14 @@ class Ranker:
         ]
         shards = [shard_of(shard, cached, tower, tables) for shard in self._shards]
         # Other processes' items, and removed ones, are those of histories.
-        self._own = group.part(range(len(shards) - bool(contents.about.removed)))
+        self._numbers = range(len(shards) - bool(contents.about.removed))
+        self._own = group.part(self._numbers)
         self.items = Items(shards, device, self._own)
+
+    def items_of(self, part: int) -> int:
+        """Returns the number of items that a part of the group's has."""
+        numbers = part_of(self._numbers, part, self.group.size)
+        return int(self.items.starts[numbers.stop] - self.items.starts[numbers.start])
 
     def rank(self, task: Task) -> Tensor:
         """Returns keys [B, k] of the best items for the requests of a task."""

@@ -63,7 +63,16 @@ class Row(Named):
     """Why it is there; where that is asked for."""
 
 
-class Answer(TypedDict):
+class Missing(TypedDict):
+    """What of the items is out of reach, where shards rank them."""
+
+    missing_shards: NotRequired[list[int]]
+    """Shards that are out of reach, counted from 1."""
+    missing_share: NotRequired[float]
+    """Share of the items that is in them."""
+
+
+class Answer(Missing):
     """The answer to one request: `items`, or the `error` that says why there are none."""
 
     items: NotRequired[list[Row]]
@@ -249,8 +258,17 @@ class Retriever:
             answer: Answer = {"items": best}
             if request.is_cold:
                 answer["fallback"] = "popular"
+            answer.update(self.without(self._ranker.group.missed))  # type: ignore[typeddict-item]
             answers.append(answer)
         return answers
+
+    def without(self, parts: Sequence[int]) -> Missing:
+        """Says which parts of the items are missing, counted from 1, and their share of the items; nothing where no
+        shards rank them."""
+        if not self._ranker.group.asks_shards:
+            return {}
+        items = sum(self._ranker.items_of(part) for part in parts)
+        return {"missing_shards": [part + 1 for part in parts], "missing_share": round(items / self.num_items, 6)}
 
     @torch.inference_mode()
     def rows(
@@ -439,7 +457,7 @@ class Retriever:
             old_BK, new_BK = (ranked(rows, of if only is None else of & only, most) for of in (new.others, new))
             return merge(old_BK, boosted(new_BK, options.boost_new), min(most, self.num_items))
 
-        rows = list(range(len(limits)))
+        self._ranker.group.missed, rows = (), list(range(len(limits)))
         if not any(limits):
             return best(rows, k)
         best_BK, most = torch.full((len(limits), min(k, self.num_items)), NOTHING), _FIRST * k

@@ -222,6 +222,7 @@ def make_app(
         return json_response(
             {
                 "status": "ok",
+                **export.missing,
                 **identity(of),
                 "num_items": of.num_items,
                 "shadow": identity(compared.export.retriever) if compared else None,
@@ -236,7 +237,7 @@ def make_app(
         export.retriever.files.check()
         if export.refusal:
             return error_response(503, export.refusal, BUSY)
-        return json_response({"status": "ready"})
+        return json_response({"status": "ready", **export.missing})
 
     @app.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:

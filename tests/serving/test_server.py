@@ -621,6 +621,25 @@ def test_a_token_lets_in_who_has_it(folder: Path) -> None:
     assert TOKEN not in repr(Allowed(token=TOKEN))
 
 
+@pytest.mark.parametrize(
+    ("mode", "owned", "warned"),
+    [(0o600, True, False), (0o640, True, True), (0o440, False, False), (0o444, False, True)],
+)
+def test_a_token_that_others_may_read_is_warned_of(
+    mode: int, owned: bool, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """In a volume of Kubernetes, the file is root's, and the group is that of the server."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(mode)
+    monkeypatch.setattr("os.geteuid", lambda: file.stat().st_uid + (not owned))
+    monkeypatch.setattr(workers_module, "serve", lambda *_: 0)
+    cli.main(["serve", str(tmp_path), "--token-file", str(file)])
+    line = f"logitmix: --token-file {file} may be read by other users of this machine (mode {mode:04o})"
+    assert capsys.readouterr().err == warned * f"{line}; better: chmod go= {file}\n"
+
+
 def test_tokens_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "token"
     for content in (None, "", "two words of some length", "ÿ" * 20, f"{TOKEN}\n{TOKEN}"):

@@ -120,8 +120,8 @@ def handles(folders: Sequence[Path], **given: Any) -> list[Handle]:
     ]
 
 
-def front(shards: list[Handle], said: list[str], seconds: float = 60) -> Shards:
-    return Shards(shards, said.append, seconds)
+def front(shards: list[Handle], said: list[str], seconds: float = 60, allow_partial: bool = False) -> Shards:
+    return Shards(shards, said.append, seconds, allow_partial)
 
 
 @pytest.fixture(autouse=True)
@@ -166,21 +166,35 @@ def test_shards_filter_by_what_their_front_knows(
         assert found == ranked_rows(alone.retriever.recommend(asked, 30, stage1=stage1)) and all(found)
 
 
-def test_a_shard_that_is_gone_is_missing_until_it_is_back(exports: dict[str, Path]) -> None:
-    folder, said, asked = exports["cached"], list[str](), {"history": ["id 7", "id 14"], "k": 9}
+@pytest.mark.parametrize("allow_partial", [True, False])
+def test_a_shard_that_is_gone_is_missing_until_it_is_back(exports: dict[str, Path], allow_partial: bool) -> None:
+    folder, said, asked = exports["cached"], list[str](), {"history": ["id 7", "id 14"], "k": X}
     shards = handles([folder] * 3)
-    export = LiveExport(folder, said.append, front(shards, said))
+    export = LiveExport(folder, said.append, front(shards, said, allow_partial=allow_partial))
     with running(export) as server:
         expected = server.ask(asked)
+        assert expected[0] == 200 and expected[1]["missing_shards"] == []
         of_second, shards[1].shard = shards[1].shard, None
         # The first answer finds it gone, and the second knows.
         for _ in range(2):
-            assert server.ask(asked) == (503, {"error": "shard 2/3 is missing: the actor died"})
-        assert (server.status("/readyz"), server.status("/healthz")) == (503, 200)
+            status, answer = server.ask(asked)
+            if allow_partial:
+                lacking = 1 - len(answer["items"]) / len(expected[1]["items"])
+                assert (status, answer["missing_shards"]) == (200, [2]) and 0 < lacking < 1
+                assert answer["missing_share"] == pytest.approx(lacking, abs=0.02)
+                assert [row for row in scored(expected[1]) if row in scored(answer)] == scored(answer)
+            else:
+                assert (status, answer) == (503, {"error": "shard 2/3 is missing: the actor died"})
+        assert (server.status("/readyz"), server.status("/healthz")) == (200 if allow_partial else 503, 200)
+        assert server.ask(b"", "GET", "/healthz")[1]["missing_shards"] == [2]
         shards[1].shard = of_second
-        until(lambda: server.status("/readyz") == 200)
-        assert server.ask(asked) == expected and expected[0] == 200
+        until(lambda: not server.ask(b"", "GET", "/healthz")[1]["missing_shards"])
+        assert server.ask(asked) == expected and server.status("/readyz") == 200
     assert said == ["shard 2/3 is missing: the actor died", "shard 2/3 answers"]
+
+
+def scored(answer: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(row["id"], row["score"]) for row in answer["items"]]
 
 
 def test_a_new_export_takes_over_once_all_shards_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

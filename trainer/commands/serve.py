@@ -33,9 +33,13 @@ def run(words: list[str]) -> None:
     arguments = parse(Arguments, "serve", words)
     if launched():
         raise ValueError("serve is no job for torchrun: docs/serving.md says how several machines share the items")
-    from logitmix.serving.workers import serve
+    from logitmix.serving.guards import exposed
+    from logitmix.serving.workers import say, serve
 
     _ = arguments.allowed, arguments.tls  # which refuse files that cannot be used
+    for flag, file in {"--token-file": arguments.token_file, "--tls-key": arguments.tls_key}.items():
+        if file and (line := exposed(flag, path_of(file))):
+            say(line)
     if arguments.workers > 1:
         # The workers get it from here, and divide the cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(arguments.workers)))
