@@ -33,24 +33,21 @@ class RunProgress:
 
 
 def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
-    """Removes the rows of metrics of steps later than that of a checkpoint, and what a power loss has left of them:
-    those up to a checkpoint are on disk before it. Of a checkpoint that was saved before it was evaluated, those of its
-    evaluation go too, because it will be evaluated again; so do those of the test. ValueError as of `read_rows` if a
-    line that is no row has a row to keep after it."""
+    """Removes the rows of metrics of steps later than that of a checkpoint. Of a checkpoint that was saved before it
+    was evaluated, those of its evaluation go too, because it will be evaluated again; so do those of the test.
+    ValueError if the rows up to the last checkpoint are not those that were written."""
     path = run / ROWS
     if not path.exists():
         return
-    kept, problem = [], None
+    kept = []
     for line, where in _lines(run):
         try:
             row = _row(line, where)
-        except ValueError as error:
-            problem = problem or error
-            continue
+        except ValueError:
+            # A power loss has left it: the rows up to a checkpoint are on disk before it.
+            break
         again = row["kind"] == "test" or (row["step"] == last_step and row["kind"] in EVALUATIONS and not evaluated)
         if row["step"] <= last_step and not again:
-            if problem:
-                raise problem
             kept.append(row)
     write_checksummed(path, "".join(json.dumps(row) + "\n" for row in kept))
 

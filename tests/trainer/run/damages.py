@@ -116,7 +116,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no manifest": lambda step: (step / manifest.MANIFEST).unlink(),
     "an edited manifest": set_("files", {}),
 }
-AMOUNT = pytest.mark.parametrize("amount", [1, pytest.param(20, marks=pytest.mark.slow)])
 
 
 def damaged(content: bytes, chance: random.Random, flips: int, cuts: int) -> Iterator[bytes]:

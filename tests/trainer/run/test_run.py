@@ -55,8 +55,6 @@ def test_rows_that_a_power_loss_has_damaged_are_dropped(tmp_path: Path) -> None:
     append_row(tmp_path, "train", 15, {})
     file.write_bytes(file.read_bytes() + lost + up_to_10.replace(b"10", b"20").splitlines(keepends=True)[1])
     whole = file.read_bytes()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 4 is damaged"):
-        keep_rows(tmp_path, 20)
     keep_rows(tmp_path, 10)
     assert file.read_bytes() == up_to_10 and [row["step"] for row in read_rows(tmp_path)] == [5, 10]
     file.write_bytes(whole.replace(b"5", b"\0", 1))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damages import AMOUNT, damaged, in_parts, newest, replace_train, resume, signed, steps, told
+from damages import damaged, in_parts, newest, replace_train, resume, signed, steps, told
 
 from logitmix.common.checked import check_file
 from logitmix.trainer.commands.report_page import write_report
@@ -22,15 +22,14 @@ from logitmix.trainer.run.metrics import keep_rows, read_rows
 from logitmix.trainer.run.results import read_ranks, read_results, read_test_users
 
 
-@AMOUNT
-def test_every_damage_to_a_checkpoint_is_found(run: Path, amount: int) -> None:
+def test_every_damage_to_a_checkpoint_is_found(run: Path) -> None:
     step, chance, found = newest(run), random.Random(0), 0
     swapped = {file.name: file.read_bytes() for file in (step.parent / "step-8").iterdir()}
     for other in steps(run)[1:]:
         shutil.rmtree(other)
     for file in sorted(step.iterdir()):
         content = file.read_bytes()
-        for changed in [*damaged(content, chance, 50 * amount, 5 * amount), swapped[file.name]]:
+        for changed in [*damaged(content, chance, 50, 5), swapped[file.name]]:
             file.write_bytes(changed)
             with pytest.raises(ValueError, match=file.name):
                 checkpoint.load_saved(run)
@@ -39,7 +38,7 @@ def test_every_damage_to_a_checkpoint_is_found(run: Path, amount: int) -> None:
         with pytest.raises(ValueError, match=f"{file.name} is missing"):
             checkpoint.load_saved(run)
         file.write_bytes(content)
-    assert found > 110 * amount and checkpoint.load_saved(run).step == 12
+    assert found > 110 and checkpoint.load_saved(run).step == 12
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -71,13 +70,12 @@ def test_the_ranks_verify_all_parts_between_them(run: Path, world_size: int, mon
     assert sorted(verified) == parts
 
 
-@AMOUNT
 @pytest.mark.parametrize("name", READERS)
-def test_every_damage_to_a_file_of_a_run_is_found(run: Path, another: Path, name: str, amount: int) -> None:
+def test_every_damage_to_a_file_of_a_run_is_found(run: Path, another: Path, name: str) -> None:
     chance, file, reader = random.Random(1), run / name, READERS[name]
     content = file.read_bytes()
     swapped = [another / name, *(run / of for of in READERS if of != name)]
-    for other in [*damaged(content, chance, 20 * amount, 5 * amount), *(of.read_bytes() for of in swapped)]:
+    for other in [*damaged(content, chance, 20, 5), *(of.read_bytes() for of in swapped)]:
         if name == "metrics.jsonl" and other.startswith(content):
             continue  # rows may follow
         if name == "code.json" and other == content:
@@ -93,11 +91,10 @@ def test_every_damage_to_a_file_of_a_run_is_found(run: Path, another: Path, name
     reader(run)
 
 
-@AMOUNT
-def test_every_damage_to_the_digests_of_a_run_is_found(run: Path, amount: int) -> None:
+def test_every_damage_to_the_digests_of_a_run_is_found(run: Path) -> None:
     file = run / "digests.json"
     content = file.read_bytes()
-    for other in damaged(content, random.Random(1), 20 * amount, 5 * amount):
+    for other in damaged(content, random.Random(1), 20, 5):
         file.write_bytes(other)
         with pytest.raises(ValueError, match=f"{file} is damaged"):
             read_config(run)
