@@ -85,6 +85,9 @@ def warm_start(
         # What is evaluated, should no step move the weights before.
         model.average.update(1)
     matched = {table.name: sum(count[table.name] for count in counts) for table in schema.tables}
+    # The row of unknown values is in every table.
+    if matched[ITEM] <= 1 and ITEM not in model.growing:
+        raise ValueError(f"{run} has none of the items of {here.path}; spell ids as {there.path} does")
     taken = ", ".join(f"{matched[of.name]:,} of {of.rows:,} rows of table {of.name}" for of in schema.tables)
     said = f"warm start from {run}, step {saved.step}: the tower"
     if fresh:
@@ -93,9 +96,6 @@ def warm_start(
     of_owners = zip(_features(saved.tower).values(), _features(model.tower).values(), strict=True)
     if added := ", ".join(feature for before, now in of_owners for feature in now if feature not in before):
         said += f"; new features: {added}"
-    # The row of unknown values is in every table.
-    if matched[ITEM] <= 1 and ITEM not in model.growing:
-        raise ValueError(f"{run} has none of the items of {here.path}; spell ids as {there.path} does")
     return said
 
 
@@ -123,7 +123,9 @@ def _fresh(*towers: Tower) -> tuple[str, ...]:
     """Those of these parts that start as in any run."""
 
     def same(part: str) -> bool:
-        before, now = ({name: of for name, of in _shapes(tower).items() if name.startswith(part)} for tower in towers)
+        before, now = (
+            {name: of.shape for name, of in tower.state_dict().items() if name.startswith(part)} for tower in towers
+        )
         # Its own maps of features are by place, too.
         by_place = any("_features." in name for name in before)
         return before == now and (not by_place or _features(towers[0]) == _features(towers[1]))
@@ -181,17 +183,13 @@ def _held_out_since(config: Config, dataset: Dataset) -> int:
     return validation if config.data.validation else test
 
 
-def _shapes(tower: Tower) -> dict[str, object]:
-    return {name: weight.shape for name, weight in tower.state_dict().items()}
-
-
 def _fits(before: Tower, now: Tower) -> bool:
     """Whether a tower can take over the other's weights, whatever its similarity is and whichever features it has
     besides: shapes are the same, and what shapes do not tell. Heads divide a width."""
     features = zip(_features(before).values(), _features(now).values(), strict=True)
     old, new = (
-        {of: _shapes(tower)[name] for of, name in _by_feature(tower).items() if not name.startswith(_OWN)}
-        for tower in (before, now)
+        {of: weights[name].shape for of, name in _by_feature(tower).items() if not name.startswith(_OWN)}
+        for tower, weights in ((before, before.state_dict()), (now, now.state_dict()))
     )
     dims = [{table.name: table.dim for table in tower.schema.tables} for tower in (before, now)]
     heads = [getattr(tower.config.encoder, "heads", 1) for tower in (before, now)]
