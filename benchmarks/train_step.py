@@ -1,14 +1,12 @@
 """A training step of MoL: the fused loss compared with other forms; and the speed of a recipe's steps.
 
-    python -m benchmarks.train_step [--peer PATH]
+    python -m benchmarks.train_step
     python -m benchmarks.train_step --recipe ml-1m-mol --data DATASET
 
 The first compares time and memory, on one thread, of sampled softmax and all gradients from query and item embeddings:
 both towers, 8x8 components of 32, gates of hidden width 128, dropout as in the recipes. Negatives are shared by a
-sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. `--peer` is a checkout of
-github.com/bailuding/rails: its MoL module is compared with ours at the same sizes, in FP32 and 16 parts, with negatives
-shared by the batch (benchmarks/peer.py has the details). A CPU without BF16 arithmetic is measured in FP32 alone. CPU
-seconds and peak memory are those of fresh processes, run in turn.
+sequence of 200 positions, or by the batch; the batch runs at once, or in 16 parts. A CPU without BF16
+arithmetic is measured in FP32 alone. CPU seconds and peak memory are those of fresh processes, run in turn.
 """
 
 import time
@@ -20,7 +18,6 @@ import torch
 import tyro
 from torch import Tensor
 
-from benchmarks import peer
 from benchmarks.estimates import a_pipeline
 from benchmarks.measure import Spent, in_turn, machine, median, print_table, spent, spread
 from logitmix.modules.config import MoLConfig
@@ -42,8 +39,6 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class Options:
-    peer: str = ""
-    """A checkout of github.com/bailuding/rails, to measure beside ours."""
     positions: int = 25600
     negatives: int = 128
     repetitions: int = 3
@@ -59,10 +54,7 @@ def main(options: Options) -> None:
     if options.recipe:
         print(throughput(options))
         return
-    tasks: dict[str, partial[Spent]] = {}
-    if options.peer:
-        tasks[PEER] = partial(peer.measure, options.peer, options.positions, options.negatives, ITEMS, DIM)
-    tasks |= {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
+    tasks = {name: partial(step, *form, options) for name, form in FORMS.items() if form[2] == "fp32" or BF16}
     found = in_turn(tasks, options.repetitions)
     base, rows = median(next(iter(found.values()))), []
     for name, runs in found.items():
@@ -94,16 +86,17 @@ def throughput(options: Options) -> str:
 
 
 BF16 = computes_bf16(torch.device("cpu"))
-PEER = "RAILS, 16 parts, fp32"
+PARTS = 16
+"""Parts of a batch, each with its own backward: the memory is that of one part."""
 FORMS: dict[str, tuple[bool, Share, Precision, int]] = {
     "blocks in plain torch, by sequence, fp32": (False, "sequence", "fp32", 1),
     "fused, by sequence, fp32": (True, "sequence", "fp32", 1),
     "fused, by batch, fp32": (True, "batch", "fp32", 1),
     "fused, by sequence, bf16": (True, "sequence", "bf16", 1),
     "fused, by batch, bf16": (True, "batch", "bf16", 1),
-    "fused, by sequence, 16 parts, fp32": (True, "sequence", "fp32", peer.PARTS),
-    "fused, by sequence, 16 parts, bf16": (True, "sequence", "bf16", peer.PARTS),
-    "fused, by batch, 16 parts, bf16": (True, "batch", "bf16", peer.PARTS),
+    "fused, by sequence, 16 parts, fp32": (True, "sequence", "fp32", PARTS),
+    "fused, by sequence, 16 parts, bf16": (True, "sequence", "bf16", PARTS),
+    "fused, by batch, 16 parts, bf16": (True, "batch", "bf16", PARTS),
 }
 """Fused or not; what shares its negatives; precision; parts of the batch, each with its own backward."""
 
