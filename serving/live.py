@@ -45,12 +45,13 @@ class LiveExport:
         deltas: Path | None = None,
         where: str = "",
         attributes: Path | None = None,
+        shared: Path | None = None,
     ) -> None:
-        """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `where` is as of the
-        Retriever. The values in the file `attributes` take the place of those of filterable columns. Raises ValueError
-        if there is no intact export, or no such folder or file."""
+        """`say` is told of new exports, and of deltas, which come to the folder `deltas`; `where` and `shared` are as
+        in the Retriever. The values in the file `attributes` take the place of those of filterable columns. Raises
+        ValueError if there is no intact export, or no such folder or file."""
         self._directory, self.say, self._group, self._deltas = directory, say, group or Group(), deltas
-        self._where = where
+        self._where, self._shared = where, shared
         if attributes and not attributes.is_file():
             raise ValueError(f"there is no file {attributes}; make it, or give another --attributes")
         self._attributes, self._turn = attributes, Lock()
@@ -160,7 +161,7 @@ class LiveExport:
             contents = self._contents()
             if self._made and self._made[0] is contents:
                 return self._made[1]
-            retriever = Retriever(contents, group=self._group, where=self._where)
+            retriever = Retriever(contents, group=self._group, where=self._where, shared=self._shared)
             retriever.warm_up()
             if self._attributes:
                 self._change(retriever)

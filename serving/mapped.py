@@ -3,8 +3,15 @@ truncates it lets the next access to what is gone end the process (SIGBUS)."""
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logitmix.common.files import in_turn
+from logitmix.modules.stage1 import Int8Corpus
 
 
 class WrittenInPlace(OSError):
@@ -28,6 +35,25 @@ class MappedFiles:
                     f"{path} was written to while it was in use, and is not used any more: publish a whole export in "
                     "place of the directory, by renaming it"
                 )
+
+
+def shared_corpus(file: Path, parts: Sequence[tuple[Tensor, int]], scale: float) -> Int8Corpus:
+    """Returns `Int8Corpus.joined` in a file that several processes map. The first process makes it, in place of those
+    of other exports; if there is no room for it, each process has its own."""
+    with in_turn(file.parent):
+        if not file.exists():
+            made, part = Int8Corpus.joined(parts, scale), file.with_suffix(".part")
+            try:
+                with part.open("wb") as content:
+                    np.save(content, made.blocks.numpy())
+                for other in file.parent.glob("*.npy"):
+                    other.unlink()
+                part.rename(file)
+            except OSError:
+                part.unlink(missing_ok=True)
+                return made
+        blocks = np.load(file, mmap_mode="c")
+    return Int8Corpus(torch.from_numpy(np.asarray(blocks)), scale, sum(count for _, count in parts))
 
 
 def _stamp(file: int) -> tuple[int, int]:

@@ -5,8 +5,9 @@ Axes: B queries, N items of a chunk, K items that stage 1 keeps (the paper's k')
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from logitmix.serving.directory.format import Contents
 from logitmix.serving.expression import Allowed
 from logitmix.serving.group import Group, part_of
 from logitmix.serving.items import Items, shard_of
+from logitmix.serving.mapped import shared_corpus
 from logitmix.serving.model import CACHE, CORPUS, CORPUS_SCALE, is_side
 from logitmix.serving.request import Options
 from logitmix.serving.topk import NOTHING, best_keys, merge, rank_keys, split_keys
@@ -50,8 +52,10 @@ class Task:
 class Ranker:
     """The items of an export, of which this process ranks all or a part."""
 
-    def __init__(self, contents: Contents, tower: Tower, group: Group) -> None:
-        """The items go to the tower's device. `group` says which part of them is ranked here, or who ranks them."""
+    def __init__(self, contents: Contents, tower: Tower, group: Group, shared: Path | None = None) -> None:
+        """The items go to the tower's device. `group` says which part of them is ranked here, or who ranks them;
+        `shared` is as in the Retriever."""
+        self._shared = shared / f"{contents.digest}.npy" if shared else None
         self.group, self._tower, self._num_items = group, tower, contents.about.num_items
         device, cached = next(tower.parameters()).device, contents.about.item_cache
         tables = {name: table.to(device) for name, table in contents.tables.items()}
@@ -142,7 +146,10 @@ class Ranker:
     def corpus(self) -> Int8Corpus | None:
         """The h-indexer's vectors of this process's items, made when they are first needed; None if it has none."""
         blocks = [(self._shards[number][CORPUS], len(self.items.shards[number])) for number in self._own]
-        return Int8Corpus.joined(blocks, float(self._shards[0][CORPUS_SCALE])) if blocks else None
+        if not blocks:
+            return None
+        join = partial(shared_corpus, self._shared) if self._shared and len(blocks) > 1 else Int8Corpus.joined
+        return join(blocks, float(self._shards[0][CORPUS_SCALE]))
 
     def _best_of(self, query: Sides, index_BK: Tensor, k: int) -> Tensor:
         """Keys [B, k] of the best of each query's candidates, which are as in Items.scores."""

@@ -93,9 +93,11 @@ class Retriever:
         device: str | torch.device = "cpu",
         group: Group | None = None,
         where: str = "",
+        shared: Path | None = None,
     ) -> None:
         """`group` says which part of the items is ranked here, or who ranks them; all here by default. `where`: a
-        condition on the items of all answers; ValueError if the export cannot have it."""
+        condition on the items of all answers; ValueError if the export cannot have it. `shared`: a folder of processes
+        that answer from the same exports on the CPU, where they share what they make of the items."""
         about = contents.about
         self.config, self.source, self.exclude_history = about.model, about.source, about.exclude_history
         self.raw_ids, self.titles, self._num_items = contents.raw_ids, contents.titles, about.num_items
@@ -106,7 +108,7 @@ class Retriever:
         self.columns, self.kinds = contents.columns, about.filterable
         self.filters = Filters(contents.columns, about.num_items)
         self._reader = RequestReader(contents, self.filters, where)
-        self._ranker = Ranker(contents, self.tower, group or Group())
+        self._ranker = Ranker(contents, self.tower, group or Group(), shared)
         self.features = FeatureReader(about.schema, contents.vocabularies, contents.projections)
         tables = {name: of.to(torch.device(device)) for name, of in contents.tables.items()}
         self._encoder = Encoder(self.tower, tables, self.features, self._ranker.items)

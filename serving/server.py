@@ -72,7 +72,7 @@ def load_app(
         directory: The serving directory.
         settings: How requests are answered.
         say: What is told of new exports and troubles.
-        folder: Where several processes leave their metrics.
+        folder: Where several processes leave their metrics, and what they share of the items.
 
     Raises:
         ValueError: There is no intact export, or the export cannot have one of the settings.
@@ -80,7 +80,7 @@ def load_app(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     saying = partial(say_of, say, f"worker {os.getpid()}") if folder else say
-    export = LiveExport(directory, saying, None, settings.deltas_path, *settings.conditions)
+    export = LiveExport(directory, saying, None, settings.deltas_path, *settings.conditions, shared=folder)
     if settings.boost_new:
         export.retriever.new_items()
     shadow = None

@@ -40,7 +40,7 @@ from logitmix.modules.schema import (
 )
 from logitmix.modules.similarity.base import NUMBERS
 from logitmix.serving import items as items_module
-from logitmix.serving import ranking, request_file, topk
+from logitmix.serving import mapped, ranking, request_file, topk
 from logitmix.serving.directory.reader import read
 from logitmix.serving.model import Precision
 from logitmix.serving.request import Options, Request
@@ -447,3 +447,21 @@ def test_a_forked_process_answers(tmp_path: Path) -> None:
     """As after gunicorn's preload: OpenMP's threads are the parent's alone."""
     served = export_small(small_model("mol", 30), tmp_path / "served")
     subprocess.run([sys.executable, "-c", FORK, served], timeout=120, check=True)
+
+
+def test_processes_share_a_joined_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "SHARD_BYTES", 5000)
+    path, folder = export_small(small_model("mol", X), tmp_path / "served"), tmp_path / "shared"
+    folder.mkdir()
+    (folder / "of another export.npy").touch()
+    alone, *sharing = Retriever.load(path), *(Retriever(read(path), shared=folder) for _ in range(2))
+    expected, *found = (of.retrieve([[7, 14]], 10, stage1=40) for of in (alone, *sharing))
+    (file,) = folder.iterdir()
+    assert Path("/proc/self/maps").read_text().count(str(file)) == len(sharing)
+    # Where there is no room.
+    file.unlink()
+    monkeypatch.setattr(mapped.np, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    found.append(Retriever(read(path), shared=folder).retrieve([[7, 14]], 10, stage1=40))
+    for of in found:
+        assert torch.equal(of.items, expected.items) and torch.equal(of.scores, expected.scores)
+    assert not [*folder.iterdir()]
