@@ -117,11 +117,6 @@ class Similarity(nn.Module, ABC):
         """
         return blockwise_loss(softmax, self, query, item, examples, noise, self.pair_dropout)
 
-    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Returns whether `sampled_softmax` is compiled for the device, a GPU, with products in `dtype`. If not, it
-        runs block by block, in far more launches."""
-        return False
-
     def sampled_loss(
         self, reduce: Reduce, query: Side, item: Side, examples: Examples, noise: Noise | None = None
     ) -> Tensor:

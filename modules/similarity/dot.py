@@ -14,7 +14,7 @@ from logitmix.common.compiled import has_triton
 
 from ..config import DotConfig
 from ..losses.blockwise import Examples, Side
-from ..losses.dot_loss import dot_sampled_softmax, has_kernels
+from ..losses.dot_loss import dot_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
 
@@ -47,9 +47,6 @@ class Dot(Similarity):
 
     def sampled_softmax(self, query: Side, item: Side, examples: Examples, noise: Noise | None = None) -> Tensor:
         return dot_sampled_softmax(query[0], item[0], examples)
-
-    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return has_kernels(self.dim, device)
 
 
 def l2_normalize(x: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

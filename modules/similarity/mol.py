@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..config import MoLConfig
 from ..linear import Linear
 from ..losses.blockwise import GATES, Examples, Side
-from ..losses.mol_loss import has_kernels, mol_sampled_softmax
+from ..losses.mol_loss import mol_sampled_softmax
 from ..noise import Noise
 from .base import PairDropout, Similarity
 from .components import Compressed, Projection, begin_as_dot_product
@@ -151,11 +151,6 @@ class MoL(Similarity):
             fused = mol_sampled_softmax(query, item, self.pair_parameters(), examples, noise, self.pair_dropout)
         # In plain torch, which on a GPU is slower by far.
         return super().sampled_softmax(query, item, examples, noise) if fused is None else fused
-
-    def has_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
-        of = self.config
-        shape = of.query_components, of.item_components, of.component_dim, of.gate_hidden
-        return self.fused and has_kernels(*shape, dtype, device)
 
     def gates(self, query: Side, item: Side) -> Tensor:
         """Returns pi(x, u) of query t with item t, FP32 [T, M]."""
