@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 from urllib.parse import unquote
 
 from rich.progress import Progress
@@ -27,11 +27,10 @@ from rich.progress import Progress
 from logitmix.common.files import file_digest, require_file
 
 _DAMAGE = (
-    zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError
+    zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError,
+    UnicodeError,
 )  # fmt: skip
-"""Errors of compressed files and zips that are truncated, corrupt or encrypted."""
-_DAMAGED_DIRECTORY = (*_DAMAGE, UnicodeDecodeError)
-"""Those of zipfile for a directory of members that makes no sense."""
+"""Errors of compressed files and zips that are truncated, corrupt or encrypted, and of text of another encoding."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
@@ -48,7 +47,6 @@ _COMPRESSIONS: dict[str, tuple[bytes, _Unpack | None]] = {
 _LONGEST_BEGIN = 10
 _NO_TEXTS = {b"ARROW1": "Arrow (Feather)", b"Obj\x01": "Avro", b"ORC": "ORC", b"\xd0\xcf\x11\xe0": "Excel"}
 """What files of other kinds begin with."""
-_BLOCK = 1 << 16
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _OF_OTHERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi", "metadata": "Iceberg"}
 """Subfolders of tables whose files include rows that were removed or changed since."""
@@ -96,16 +94,18 @@ class InputFile:
             # The bar counts compressed bytes: only their number is known beforehand.
             counted = progress.wrap_file(raw, task_id=task)
             plain: BinaryIO = counted
-            with _intact(self.path, _DAMAGED_DIRECTORY):
+            with _intact(self.path, _DAMAGE):
                 if self.member:
                     archive = stack.enter_context(zipfile.ZipFile(counted))
                     plain = cast(BinaryIO, stack.enter_context(archive.open(self.member)))
                 elif unpack := _compression(magic(self.path, _LONGEST_BEGIN))[1]:
                     plain = stack.enter_context(cast(BinaryIO, unpack(counted)))
-            if self.encoding:
-                plain = cast(BinaryIO, _Recoded(plain, self.encoding, self.path))
             with _intact(self.path, _DAMAGE):
-                yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
+                if self.encoding:
+                    # Bytes that stand for nothing there are left as they are.
+                    yield cast(BinaryIO, codecs.EncodedFile(plain, "utf-8", self.encoding, "surrogateescape"))
+                else:
+                    yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
             progress.update(task, completed=self.path.stat().st_size)
 
     def _without_mark(self, stream: io.BufferedReader) -> BinaryIO:
@@ -165,31 +165,6 @@ def _compression(start: bytes) -> tuple[str, _Unpack | None]:
     return next(found, ("", None))
 
 
-class _Recoded(io.RawIOBase):
-    """A text of another encoding, as UTF-8. Bytes that stand for nothing there are left as they are."""
-
-    def __init__(self, raw: BinaryIO, encoding: str, path: Path) -> None:
-        self.raw, self.encoding, self.path = raw, encoding, path
-        self.decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
-        self.text, self.ended = b"", False
-        """What is to be read next, and whether there is no more."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.text and not self.ended:
-            block = self.raw.read(_BLOCK)
-            self.ended = not block
-            try:
-                self.text = self.decoder.decode(block, self.ended).encode("utf-8", "surrogateescape")
-            except UnicodeError as error:
-                raise ValueError(f"{self.path}: is not text of --encoding {self.encoding} ({error})") from None
-        count = min(len(buffer), len(self.text))
-        buffer[:count], self.text = self.text[:count], self.text[count:]
-        return count
-
-
 def is_zip(path: Path) -> bool:
     return magic(path) in (b"PK\3\4", b"PK\5\6")
 
@@ -205,7 +180,7 @@ def find_files(source: Path, names: tuple[str, ...]) -> dict[str, InputFile]:
         candidates = [InputFile(path) for path in places if path.is_file()]
     else:
         require_file(source)
-        with _intact(source, _DAMAGED_DIRECTORY), zipfile.ZipFile(source) as archive:
+        with _intact(source, _DAMAGE), zipfile.ZipFile(source) as archive:
             members = [member for member in archive.infolist() if not member.filename.endswith("/")]
         candidates = [InputFile(source, member.filename) for member in members]
         strange = {member.filename for member in members if _is_strange(member)}

@@ -30,7 +30,7 @@ _AMAZON = Source(f"{_SOURCES}.amazon:read", (*FILES, "items"), "amazon-[a-z0-9][
 SOURCES = Registry[Source](
     "source",
     {
-        **dict.fromkeys(("demo", "demo-low-rank"), Source(f"{_SOURCES}.demo:read", ("seed",))),
+        "demo": Source(f"{_SOURCES}.demo:read", ("seed",)),
         "demo-features": Source(f"{_SOURCES}.demo_features:read", ("seed",)),
         "demo-shop": Source(f"{_SOURCES}.demo_shop:read", ("seed",)),
         **dict.fromkeys(("ml-100k", "ml-1m", "ml-20m", "ml-latest"), Source(f"{_SOURCES}.movielens:read")),

@@ -345,14 +345,14 @@ def test_a_source_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "ml1m"}, r"no data format named 'ml1m' \(did you mean ml-1m\?\); there are: demo, demo-low-rank, "),
+        ({"name": "ml1m"}, r"no data format named 'ml1m' \(did you mean ml-1m\?\); there are: demo, demo-features, "),
         ({"name": "demo", "source": "x"}, "demo is generated and takes no --source"),
         ({"name": "table", "max_rejects": 1.5}, "--max-rejects is 1.5; it must be a share from 0 to 1"),
         ({"name": "table", "min_user_actions": -1}, "--min-user-actions is -1; it must be 0 or more"),
         ({"name": "table", "item_column": ""}, "--user-column 'user', --item-column '' and .* must be different"),
         ({"name": "table", "timestamp_column": "user"}, "--user-column 'user', .* must be different columns"),
         ({"name": "demo", "max_rejects": 0.5}, r"demo takes no --max-rejects; leave it out \(it is for ml-100k, "),
-        ({"name": "ml-100k", "seed": 3}, r"ml-100k takes no --seed; leave it out \(it is for demo, demo-low-rank, "),
+        ({"name": "ml-100k", "seed": 3}, r"ml-100k takes no --seed; leave it out \(it is for demo, demo-features, "),
         ({"name": "ml-1m", "items": "i.csv"}, r"ml-1m takes no --items; leave it out \(it is for .*, table\)$"),
         ({"name": "amazon-toys", "delimiter": ";"}, r"amazon-toys takes no --delimiter; leave it out \(.* table\)$"),
     ],

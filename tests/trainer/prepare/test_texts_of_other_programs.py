@@ -89,8 +89,8 @@ def test_what_is_of_no_such_encoding_is_refused(prepared: Callable[..., Any], re
     text = "user,item,timestamp\nu,i,5\n"
     with pytest.raises(ValueError, match=r"clicks\.csv: is UTF-16 text; for a table, give --encoding UTF-16, else"):
         prepared(text.encode("utf-16"))
-    with pytest.raises(ValueError, match=r"clicks\.csv: is not text of --encoding utf-16 \(.*truncated data\)"):
-        prepared(codecs.BOM_UTF16_LE + text.encode("utf-16-le") + b"x", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"clicks\.csv: truncated or damaged \(.*illegal"):
+        prepared(codecs.BOM_UTF16_LE + text.encode("utf-16-le") + b"\x00\xdc\x00\xdc", encoding="utf-16")
     for wrong in ("latin-99", "hex"):
         said = refusal("prepare", "table", "--source", "clicks.csv", "--encoding", wrong)
         assert (

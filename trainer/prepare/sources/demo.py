@@ -8,12 +8,8 @@ takes an item depends narrowly on the pair, for hundreds of places, and on the u
 `demo-features` has the actions of `demo`, and features of items, users and actions (demo_features.py). `demo-shop` is a
 shop (demo_shop.py).
 
-`demo-low-rank` is the control: the log-odds of an item are its log popularity plus one inner product of a user vector
-with an item vector, and the user vector drifts. Popularity weights, sizes and lengths are drawn in the same way.
-
 In all, an item's popularity weight falls as a power of its rank, nobody takes an item twice, and times are seconds.
-The same seed gives the same actions on the same numpy; another processor's rounding may change a few in
-`demo-low-rank`.
+The same seed gives the same actions on the same numpy.
 """
 
 from collections.abc import Mapping
@@ -33,13 +29,10 @@ FIRST_TIME = 1_600_000_000
 SECONDS_OF_STARTS = 365 * 86_400
 MEAN_GAP_SECONDS = 6 * 3_600
 
-USERS_AT_ONCE = 5
-"""Few enough for their log-odds to stay in cache, and for OpenBLAS not to wake its threads 60 times."""
-
 
 @dataclass(frozen=True)
-class SizeParameters:
-    """Settings of all datasets."""
+class DemoParameters:
+    """Settings of the dataset."""
 
     users: int = 2_000
     items: int = 3_000
@@ -48,12 +41,6 @@ class SizeParameters:
     longest: int = 60
     popularity_exponent: float = 0.8
     """The popularity weight of the item of rank r is r^-exponent."""
-
-
-@dataclass(frozen=True)
-class DemoParameters(SizeParameters):
-    """The high-rank dataset."""
-
     topics: int = 120
     """Each has items / topics items, evenly spaced on its ring."""
     fewest_interests: int = 3
@@ -65,18 +52,6 @@ class DemoParameters(SizeParameters):
     """How narrow an interest is around its place: the weight of an item at angle a from it is exp(focus cos a)."""
     stride: float = 0.35
     """Radians that an interest moves on along its ring after an action."""
-
-
-@dataclass(frozen=True)
-class LowRankParameters(SizeParameters):
-    """The control."""
-
-    rank: int = 16
-    """Length of the user and item vectors, standard normal at first."""
-    strength: float = 2.0
-    """Standard deviation of the inner products among the log-odds."""
-    drift: float = 0.1
-    """Share of a user vector's variance that is redrawn at each action."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +76,10 @@ class Generated:
 
 
 def read(job: Job) -> None:
-    if job.options.name == "demo":
-        fill(job, generate(DemoParameters(), job.options.seed), DemoParameters())
-    else:
-        fill(job, generate_low_rank(LowRankParameters(), job.options.seed), LowRankParameters())
+    fill(job, generate(DemoParameters(), job.options.seed), DemoParameters())
 
 
-def fill(job: Job, made: Generated, parameters: SizeParameters, columns: Mapping[str, pa.Array] = NO_COLUMNS) -> None:
+def fill(job: Job, made: Generated, parameters: DemoParameters, columns: Mapping[str, pa.Array] = NO_COLUMNS) -> None:
     """The actions with further columns, the titles of the items, and what generated them."""
     item_ids = pa.array(made.item_ids)
     keys = {
@@ -144,40 +116,6 @@ def generate(parameters: DemoParameters, seed: int) -> Generated:
     titles = [f"topic {topic} · item {place}" for topic, place in zip(topic_of, position_of, strict=True)]
     made = _collect(parameters, choices, titles, rng)
     return replace(made, topic_of=topic_of, place_of=walk.places[position_of], interests=interests)
-
-
-def generate_low_rank(parameters: LowRankParameters, seed: int) -> Generated:
-    """The control."""
-    rng = np.random.Generator(np.random.PCG64(seed))
-    log_weights = np.log(popularity(parameters, rng)).astype(np.float32)
-    item_vectors = rng.standard_normal((parameters.items, parameters.rank), np.float32)
-    item_vectors *= np.float32(parameters.strength / np.sqrt(parameters.rank))
-    choices = np.empty((parameters.users, parameters.longest), np.int32)
-    for start in range(0, parameters.users, USERS_AT_ONCE):
-        block = choices[start : start + USERS_AT_ONCE]
-        block[:] = _drift_and_choose(parameters, log_weights, item_vectors, len(block), rng)
-    return _collect(parameters, choices, [f"item {item}" for item in range(parameters.items)], rng)
-
-
-def _drift_and_choose(
-    parameters: LowRankParameters,
-    log_weights: np.ndarray,
-    item_vectors: np.ndarray,
-    users: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Items [users, longest]."""
-    keep, renew = np.float32(np.sqrt(1 - parameters.drift)), np.float32(np.sqrt(parameters.drift))
-    vectors = rng.standard_normal((users, parameters.rank), np.float32)
-    base = np.tile(log_weights, (users, 1))
-    choices = np.empty((users, parameters.longest), np.int32)
-    for step in range(parameters.longest):
-        logits = vectors @ item_vectors.T
-        logits += base
-        choices[:, step] = sample(logits, rng)
-        base[np.arange(users), choices[:, step]] = -np.inf
-        vectors = keep * vectors + renew * rng.standard_normal(vectors.shape, np.float32)
-    return choices
 
 
 class Walk:
@@ -220,7 +158,7 @@ class Walk:
         self.active = np.where(moves & others.any(axis=1), scores.argmax(axis=1), self.active)
 
 
-def popularity(parameters: SizeParameters, rng: np.random.Generator) -> np.ndarray:
+def popularity(parameters: DemoParameters, rng: np.random.Generator) -> np.ndarray:
     ranks = 1 + rng.permutation(parameters.items)
     return ranks ** -float(parameters.popularity_exponent)
 
@@ -246,7 +184,7 @@ def sample(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return (masses <= draws[:, None]).sum(axis=1)
 
 
-def _collect(parameters: SizeParameters, choices: np.ndarray, titles: list[str], rng: np.random.Generator) -> Generated:
+def _collect(parameters: DemoParameters, choices: np.ndarray, titles: list[str], rng: np.random.Generator) -> Generated:
     users, longest = choices.shape
     lengths = rng.integers(parameters.shortest, longest, size=(users,), endpoint=True)
     gaps = 1 + rng.exponential(MEAN_GAP_SECONDS, size=choices.shape).astype(np.int64)
