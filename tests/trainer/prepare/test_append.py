@@ -215,17 +215,18 @@ def test_columns_are_read_as_those_of_the_dataset(tmp_path: Path) -> None:
     schema.write_text('[features.tags]\nkind = "weighted_ids"\ncolumns = { weights = "strengths" }\n')
     (tmp_path / "items.csv").write_text("item,price\nx,1.5\ny,2.5\nz,9.5\n")
     (tmp_path / "0.csv").write_text(f"{header}a,x,{DAY},0.5,p|q,1|2\na,y,{DAY + 1},7.5,p|q,3|4\n")
-    (tmp_path / "1.csv").write_text(f"{header}a,z,{DAY + 2},0.25,q,5\n")
+    (tmp_path / "1.csv").write_text(f"{header}a,z,{DAY + 2},0.25,q,5\nb,z,{DAY + 3},,q,6\n")
     given: dict[str, Any] = {"items": str(tmp_path / "items.csv"), "schema": str(schema), "min_user_actions": 0}
     console = Console(file=io.StringIO())
     prepare(PrepareOptions("table", str(tmp_path / "0.csv"), str(tmp_path / "0"), **given), console)
     later: dict[str, Any] = {"out": str(tmp_path / "1"), "append": str(tmp_path / "0")}
     prepare(PrepareOptions("table", str(tmp_path / "1.csv"), **later), console)
     dataset = load_dataset(tmp_path / "1")
-    assert dataset.event_features["event_price"].values.tolist() == [0.5, 7.5, 0.25]
+    # A missing one is the mean of those of the dataset.
+    assert dataset.event_features["event_price"].values.tolist() == [0.5, 7.5, 0.25, 4.0]
     tags = dataset.event_features["tags"]
-    assert [dataset.vocabulary("tags")[row] for row in tags.values] == ["p", "q", "p", "q", "q"]
-    assert tags.parallel["weights"].tolist() == [1, 2, 3, 4, 5]
+    assert [dataset.vocabulary("tags")[row] for row in tags.values] == ["p", "q", "p", "q", "q", "q"]
+    assert tags.parallel["weights"].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_without_times_follow_those_of_the_dataset(tmp_path: Path) -> None:
