@@ -27,25 +27,17 @@ def dot_sampled_softmax(query_TH: Tensor, item_VH: Tensor, examples: Examples) -
     Computes in FP32 under autocast too: in BF16, cosines over a temperature of 0.05 would be off by up to 0.06. CUDA
     runs Triton, up to the width that dot_triton.covers; not under torch.use_deterministic_algorithms.
     """
-    if has_kernels(query_TH.shape[1], query_TH.device):
+    if query_TH.is_cuda and has_triton() and not torch.are_deterministic_algorithms_enabled():
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import dot_triton
 
-        return dot_triton.dot_sampled_softmax(query_TH, item_VH, examples)
+        if dot_triton.covers(query_TH.shape[1], query_TH.device):
+            return dot_triton.dot_sampled_softmax(query_TH, item_VH, examples)
     if examples.log_q_V is not None:
         # The correction becomes one more column of each product.
         query_TH = torch.cat([query_TH.float(), query_TH.new_ones(len(query_TH), 1, dtype=torch.float32)], 1)
         item_VH = torch.cat([item_VH.float(), -examples.log_q_V[:, None]], 1)
     return _DotSoftmax.apply(query_TH, item_VH, examples)
-
-
-def has_kernels(H: int, device: torch.device) -> bool:
-    """Whether Triton's kernels run on the device for this width."""
-    if device.type != "cuda" or not has_triton() or torch.are_deterministic_algorithms_enabled():
-        return False
-    # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
-    from . import dot_triton
-
-    return dot_triton.covers(H, device)
 
 
 _PAIRS = {"cpu": 2**18, "cuda": 2**26}

@@ -53,22 +53,14 @@ def mol_sampled_softmax(
     tensors = (*query, *item, *cross_gate)
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _library() is not None:
         return _Fused.apply(dtype, examples, dropout, *tensors)
-    (_, I, C), U, H = item[0].shape, query[0].shape[1], len(cross_gate[0])
-    if has_kernels(U, I, C, H, dtype, device):
+    if device.type == "cuda" and has_triton():
+        # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
         from . import mol_triton
 
-        return mol_triton.mol_sampled_softmax(dtype, examples, dropout, *tensors)
+        (_, I, C), U, H = item[0].shape, query[0].shape[1], len(cross_gate[0])
+        if mol_triton.covers(U, I, C, H, dtype, device):
+            return mol_triton.mol_sampled_softmax(dtype, examples, dropout, *tensors)
     return None
-
-
-def has_kernels(U: int, I: int, C: int, H: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton's kernels run on the device for these sizes."""
-    if device.type != "cuda" or not has_triton():
-        return False
-    # Imported only when used: it loads slowly, and a machine without a GPU may have no Triton.
-    from . import mol_triton
-
-    return mol_triton.covers(U, I, C, H, dtype, device)
 
 
 def _check(T: int, V: int, examples: Examples) -> None:
