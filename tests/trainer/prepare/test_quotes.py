@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from reading import PROGRESS, actions_of, file_of, listed
 
+from logitmix.trainer.prepare import text
 from logitmix.trainer.prepare.rejects import Rejects
 from logitmix.trainer.prepare.sources.table import ColumnNames, read_side
 from logitmix.trainer.prepare.text import Layout
@@ -109,6 +110,14 @@ def test_text_of_several_lines_is_believed(review: str, tmp_path: Path, rejects:
     content = "user,item,timestamp,review\n" + "".join(f'u{row},i{row},{row},"{review}"\n' for row in range(9))
     read = [text for *_, text in actions_of(file_of(tmp_path, content.encode()), rejects, more=["review"])]
     assert read == [review.replace('""', '"')] * 9 and rejects.count == 0
+
+
+def test_a_row_may_go_on_in_the_next_block(tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "BLOCK_BYTES", 20)
+    reviews = ["one\nand another line\n\nand the last", "short", 'with ""quotes""\n' * 5]
+    lines = "".join(f'u,i{row},{row},"{review}"\n' for row, review in enumerate(reviews))
+    read = actions_of(file_of(tmp_path, f"user,item,timestamp,review\n{lines}".encode()), rejects, more=["review"])
+    assert [review for *_, review in read] == [review.replace('""', '"') for review in reviews] and not rejects.count
 
 
 def test_the_lines_after_an_open_quote_are_read_by_themselves(tmp_path: Path, rejects: Rejects) -> None:
