@@ -258,7 +258,8 @@ class TrainConfig:
     it. 0 clips nothing. With clipping, no row is updated before all gradients have arrived."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of encoder and similarity; weights and tables stay FP32. bf16 is autocast, except on a CPU without BF16
-    arithmetic. auto: that which the run began with, or else bf16 on CUDA and fp32 on a CPU."""
+    arithmetic. auto: that which the run began with, or else bf16 on CUDA; on a CPU bf16 for MoL of many
+    components, where it is faster, and fp32 otherwise."""
     compile: bool = False
     """Compile the encoder and the other layers of the towers with torch.compile, for fewer kernels on CUDA: the same
     losses up to rounding, but the first steps take minutes."""

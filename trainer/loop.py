@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from logitmix.comm.collectives import on_first_rank, on_first_rank_at_length, own_result
+from logitmix.comm.collectives import agreed, on_first_rank, on_first_rank_at_length, own_result
 from logitmix.comm.process_group import Ranks, process_group
 from logitmix.common.mappings import counted
 from logitmix.common.messages import say
@@ -30,7 +30,7 @@ from logitmix.trainer.logs.loggers import Loggers
 from logitmix.trainer.logs.projector import write_projector
 from logitmix.trainer.logs.telemetry import Telemetry, start_block
 from logitmix.trainer.parallel.optimizer import dense_optimizer
-from logitmix.trainer.parallel.parallelize import ParallelModel, parallelize
+from logitmix.trainer.parallel.parallelize import ParallelModel, automatic_precision, computes_bf16, parallelize
 from logitmix.trainer.run import checkpoint
 from logitmix.trainer.run.agreement import facts_of
 from logitmix.trainer.run.folder import (
@@ -136,7 +136,9 @@ def train_run(config: Config, run: Path, job: Job) -> dict[str, float]:
             "histories": batches.said_of_left_out,
         }
         if config.train.precision == "auto":
-            precision: Literal["auto", "bf16", "fp32"] = "bf16" if ranks.device.type == "cuda" else "fp32"
+            has_bf16 = not agreed(not computes_bf16(ranks.device), ranks)
+            precision: Literal["auto", "bf16", "fp32"]
+            precision = automatic_precision(config.model, ranks.device.type, has_bf16)
             if begun:
                 precision = on_first_rank(lambda: read_config(run).train.precision, ranks)
             config = replace(config, train=replace(config.train, precision=precision))

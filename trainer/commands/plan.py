@@ -268,7 +268,7 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
     from logitmix.trainer.data.limited import limited
     from logitmix.trainer.logs.telemetry import idle_ranks
     from logitmix.trainer.parallel.optimizer import bytes_per_weight
-    from logitmix.trainer.parallel.parallelize import unsharded
+    from logitmix.trainer.parallel.parallelize import automatic_precision, unsharded
     from logitmix.trainer.parallel.plan import TableRules, bytes_by_rank, describe, plan_tables
     from logitmix.trainer.parallel.traffic import expected_ids, rows_sent, traffic
     from logitmix.trainer.run.warm_start import require_fit
@@ -310,7 +310,7 @@ def plan_job(config: Config, devices: "Devices", imagined: Imagined | None = Non
     if config.comm.forward != config.comm.backward:
         wires = {f"{config.comm.forward} and {config.comm.backward} back": config.comm, **wires}
     if config.train.precision == "auto":
-        precision: Literal["bf16", "fp32"] = "bf16" if devices.kind == "cuda" else "fp32"
+        precision = automatic_precision(config.model, devices.kind, has_bf16=True)
         config = replace(config, train=replace(config.train, precision=precision))
     lookups = _lookups(batch.ids)
     work = work_of(config, used, batch, lookups, devices.kind)

@@ -12,10 +12,11 @@ from test_many_tables import Seen, train_all, train_steps
 from torch import Tensor
 
 from logitmix.common.plugins import Plugin
+from logitmix.modules.config import ModelConfig, MoLConfig
 from logitmix.modules.schema import ITEM, Feature, Schema, Table
 from logitmix.trainer.config import TABLE_OPTIMIZERS, Config, TableSettings, model_schema
 from logitmix.trainer.parallel.optimizer import ADAM
-from logitmix.trainer.parallel.parallelize import autocast, embedding_tables
+from logitmix.trainer.parallel.parallelize import autocast, automatic_precision, embedding_tables
 
 SHARDINGS = ["row_wise", "table_wise", "column_wise"]
 COMPUTE = {"train.precision": "fp32"}
@@ -136,6 +137,16 @@ def test_settings_that_no_table_can_have_are_refused(
     config = small_config(data, {"model.features": ["zip"]} | settings)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         embedding_tables(model_schema(schema, config), table_rules(config), torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("components", "device", "has_bf16", "expected"),
+    [(4, "cpu", True, "fp32"), (8, "cpu", True, "bf16"), (8, "cpu", False, "fp32"), (1, "cuda", True, "bf16")],
+)
+def test_the_precision_auto(components: int, device: str, has_bf16: bool, expected: str) -> None:
+    similarity = MoLConfig(query_components=components, item_components=8, component_dim=16)
+    assert automatic_precision(ModelConfig(similarity=similarity), device, has_bf16) == expected
+    assert automatic_precision(ModelConfig(), "cpu", has_bf16=True) == "fp32"
 
 
 @pytest.mark.parametrize(
