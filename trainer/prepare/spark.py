@@ -169,7 +169,8 @@ class SparkJob(Job):
                 getattr(self.rejects, name)(*given)
             if part is None:
                 raise ValueError(error)
-            gatherer.names |= part.gatherer.names
+            for name, labels in part.gatherer.names.items():
+                gatherer.names.setdefault(name, []).extend(labels)
             for column, types in part.gatherer.types.items():
                 for kind, label in types.items():
                     gatherer.admit(column, kind, label)
@@ -180,7 +181,7 @@ class SparkJob(Job):
             starts.append(starts[-1] + part.gatherer.rows)
             kinds = str([*map(list, part.gatherer.types.values())])
             alike.setdefault((kinds, *part.gatherer.columns.items()), []).append(path)
-        gatherer.complete()
+        gatherer.complete(self.rejects, whole.labels)
         spark.put("files", pa.table({"number": np.arange(len(tasks)), "start": starts[:-1]}))
         described, queries = spark.db.sql("describe rows").fetchall(), list[str]()
         for number, ((_, *names), paths) in enumerate(alike.items()):

@@ -92,8 +92,8 @@ class Gatherer:
         """Kinds of columns that files state."""
         self.types: dict[str, dict[str, str]] = {}
         """The types of each column so far, but that of missing values, each with the first file that has it."""
-        self.names: dict[str, None] = {}
-        """All columns."""
+        self.names: dict[str, list[str]] = {}
+        """The files that have each column."""
         self.rows = 0
 
     def append(self, raw: Raw, own: Mapping[str, str], wrong: str) -> None:
@@ -103,7 +103,7 @@ class Gatherer:
         columns = {"file": str(len(self.labels)), "line": "line", "place": raw.place, "written": "written", **own}
         columns["problem"] = f"case when problem is not null then problem{wrong} end"
         for (name, values), kind in zip(raw.others.items(), raw.types(*raw.others), strict=True):
-            self.names[name] = None
+            self.names.setdefault(name, []).append(raw.label)
             if kind.id == "null":
                 continue
             values, sql_type = common(values, kind, raw)
@@ -159,11 +159,14 @@ class Gatherer:
         rejects.lines += lines
         self.duck.db.execute(f"delete from {self.name} where problem is not null")
 
-    def complete(self) -> None:
-        """Adds the columns without any value."""
-        for name in self.names:
+    def complete(self, rejects: Rejects, labels: Sequence[str]) -> None:
+        """Adds the columns without any value, and says which columns some of the files `labels` lack."""
+        for name, having in self.names.items():
             if name not in self.columns:
                 self.admit(name, "varchar", "")
+            if lacking := [label for label in labels if label not in having]:
+                files = f"{len(lacking):,} of {len(labels):,} files, such as {lacking[0]}"
+                rejects.say_once(f"column {name}: its values are missing in {files}, which have no such column")
 
 
 def id_of(raw: Raw, name: str, owner: str) -> tuple[str, str]:
@@ -252,7 +255,7 @@ def side_table(raws: Iterable[Raw], rejects: Rejects) -> SideTable:
         text, wrong = id_of(raw, raw.keys[0], "id")
         gatherer.append(raw, {"id": text}, wrong)
     gatherer.reject(rejects, "id, written")
-    gatherer.complete()
+    gatherer.complete(rejects, gatherer.labels)
     table = gatherer.duck.table(f"select * from side order by {ORDER}")
     gatherer.duck.drop("side")
     columns = {name: table[of].combine_chunks() for name, of in gatherer.columns.items()}
@@ -332,7 +335,7 @@ class Job:
     def settle(self, gathered: "Gathered", time_name: str = "") -> None:
         """Finds what is known of the actions once all of them are in the table `rows`."""
         gatherer = gathered.gatherer
-        gatherer.complete()
+        gatherer.complete(self.rejects, gathered.labels)
         self.actions = Actions(gatherer.columns, gathered.kinds, gatherer.unread)
         for what in ("user", "item"):
             ids = self.duck.table(f'select "{what}" as id, count(*) as n from rows group by 1 order by min({SEEN}), id')

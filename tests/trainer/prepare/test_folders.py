@@ -58,6 +58,15 @@ def test_every_file_is_read_or_named(tmp_path: Path) -> None:
     assert set(read) == {"a.csv", "B.CSV", "deep/er/g.csv", "part-00000"} | packed
 
 
+def test_what_some_files_lack_is_said(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", a__csv="user,item,timestamp,price\nu,a,1,2.5\n", b__csv=row("b"), c__csv=row("c"))
+    items = write(tmp_path / "items", a__csv="item,size\na,1\n", b__csv="item\nb\n")
+    said = prepared(folder, items=items)[1]
+    of = "its values are missing in {} files, such as b.csv, which have no such column\n"
+    assert "column price: " + of.format("2 of 3") in said and "column size: " + of.format("1 of 2") in said
+    assert "missing" not in prepared(write(tmp_path / "all", a__csv=row("a"), b__csv=row("b")))[1]
+
+
 def test_types_that_are_no_one_column_are_named_with_their_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
