@@ -112,7 +112,8 @@ def _check_files(options: PrepareOptions) -> None:
     for setting in ("source", "items", "users", "schema"):
         path = Path(getattr(options, setting))
         if getattr(options, setting) and not (path.is_file() if setting == "schema" else path.exists()):
-            raise ValueError(f"no file at {path}; --{setting} must name one")
+            what = "file" if setting == "schema" else "file or folder"
+            raise ValueError(f"no {what} at {path}; --{setting} must name one")
 
 
 def _prepare(

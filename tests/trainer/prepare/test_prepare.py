@@ -335,7 +335,7 @@ def test_what_is_no_dataset_is_never_replaced(kind: str, table: Path, tmp_path: 
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no file at .*/nothing; --source must name one"):
+    with pytest.raises(ValueError, match=r"no file or folder at .*/nothing; --source must name one"):
         run("table", tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no \.parquet, \.csv, .*, \.inter, or compressed ones, in this folder"):
