@@ -143,7 +143,8 @@ def _results(groups: Sequence[Group]) -> Section:
         elsewhere = first in ("recommended", "targets", "groups", "seconds", "start")
         if elsewhere or (first in COMPARED_WITH and rest not in OF_OTHERS):
             continue
-        best = None if name in (*COUNTS, "repeated_targets") else _best_of(groups, name)
+        unranked = first in COMPARED_WITH or name in (*COUNTS, "repeated_targets")
+        best = None if unranked else _best_of(groups, name)
         rows.append([label, *(_figure(group, name, number == best) for number, group in enumerate(groups))])
     notes = [
         "Of the best checkpoint on validation (of a run without a validation part: the last), over the whole corpus. "
