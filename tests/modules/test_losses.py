@@ -90,9 +90,15 @@ def sides(similarity: Similarity, positions: int, items: int, seed: int = 0) -> 
 
 
 def plain_loss(
-    kind: Kind, similarity: Similarity, query: list[Tensor], item: list[Tensor], examples: Examples, gate_dropout: float
+    kind: Kind | Literal["target"],
+    similarity: Similarity,
+    query: list[Tensor],
+    item: list[Tensor],
+    examples: Examples,
+    gate_dropout: float,
 ) -> Tensor:
-    """Every position with its target and each of its negatives as one long list of pairs."""
+    """Every position with its target and each of its negatives as one long list of pairs; of the kind target, the
+    scores of the targets alone."""
     total = torch.zeros((), dtype=torch.float64)
     for (start, end), negatives_N in zip(pairwise(examples.bounds), examples.negatives_GN, strict=True):
         for t in range(start, end):
@@ -109,7 +115,9 @@ def plain_loss(
             if examples.log_q_V is not None:
                 scores = scores - examples.log_q_V[candidates]
             counted = [n for n, negative in enumerate(negatives_N.tolist(), start=1) if negative != target]
-            if kind == "softmax":
+            if kind == "target":
+                loss = scores[0]
+            elif kind == "softmax":
                 loss = torch.log(scores[[0, *counted]].exp().sum()) - scores[0]
             else:
                 loss = -torch.log(torch.sigmoid(scores[0]))
@@ -154,10 +162,13 @@ def check_against_plain(
     actual = gradients(3 * loss, similarity, query, item)
     inputs = [*twin_query, *twin_item, *twin.pair_parameters()]
     plain = torch.autograd.grad(3 * expected, inputs, allow_unused=True, materialize_grads=True)
-    for got, should in zip(actual, plain, strict=True):
+    # The gradient of a target's score is its share of the softmax less 1, which cancel where the target is likely.
+    targets = plain_loss("target", twin, twin_query, twin_item, examples, gate_dropout)
+    terms = torch.autograd.grad(3 * targets, inputs, allow_unused=True, materialize_grads=True)
+    for got, should, term in zip(actual, plain, terms, strict=True):
         assert got.dtype == torch.float32
-        # A hundred roundings, of terms that are a few times as large as the largest gradient: they cancel.
-        bound = max(float(should.abs().max()), 1.0) * 500 * EPS if should.numel() else 0
+        # A hundred roundings, of terms that are a few times as large as the largest gradient.
+        bound = max(float(should.abs().max()), float(term.abs().max()), 1.0) * 500 * EPS if should.numel() else 0
         torch.testing.assert_close(got.double(), should, rtol=0, atol=bound)
 
 
