@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import ranks as ranks_benchmark
 from benchmarks.estimates import Size, a_pipeline, write_data
 from benchmarks.measure import logitmix, machine, milliseconds
 from logitmix.comm import fp8
@@ -116,7 +117,8 @@ def main(options: Options) -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit(f"benchmarks.gpu: torch {torch.__version__} sees no NVIDIA GPU here")
-    parts = {"tests": gpu_tests, "NCCL": nccl, "training": training, "steps": steps, "kernels": kernels}
+    parts = {"tests": gpu_tests, "NCCL": nccl, "training": training, "ranks": more_ranks, "steps": steps}
+    parts["kernels"] = kernels
     wrong, notes, rows = prove(parts)
     text = markdown(versions(), notes, rows)
     print(text)
@@ -183,6 +185,19 @@ def nccl() -> tuple[list[str], list[Row]]:
     speeds = ", ".join(f"{name} {speed:.0f} GB/s" for name, speed in report["gb_per_second"].items())
     alone = "; one rank sends to itself alone, so this says nothing of links" if ranks == 1 else ""
     return [f"Collectives over NCCL, {ranks} rank{'s' * (ranks > 1)}: sums and parts are exact; {speeds}{alone}."], []
+
+
+def more_ranks() -> tuple[list[str], list[Row]]:
+    """A note on training on 1, 2, 4 … GPUs, beside one. Wrong if a step in FP32 differs from that of one process."""
+    counts = [count for count in (1, 2, 4, 8) if count <= torch.cuda.device_count()]
+    with tempfile.TemporaryDirectory() as folder:
+        options = ranks_benchmark.Options(",".join(map(str, counts)), "cuda", sequences=128)
+        found = ranks_benchmark.measured(options, Path(folder))
+    for of in found["off"]:
+        off = max(of[name] for name in ranks_benchmark.OFF)
+        _require(of["precision"] != "fp32" or off <= 1e-4, f"a step on {of['ranks']} ranks, {of['tables']}: {off:.1e}")
+    speeds = ", ".join(f"{of['samples_per_second']:,.0f} on {of['ranks']}" for of in found["speed"])
+    return [f"Samples a second of {options.recipe}, {options.sequences} sequences a GPU: {speeds}."], []
 
 
 def collectives(ranks: Ranks, megabytes: int = 256) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def test_a_wrong_part_is_named_and_stops_no_other(
         "gpu_tests": wrong,
         "nccl": wrong,
         "training": lambda: (["held"], []),
+        "more_ranks": lambda: (["more"], []),
         "steps": lambda: (["| a |\n"], []),
     }.items():
         monkeypatch.setattr(gpu, name, part)
