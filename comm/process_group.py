@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def process_group(
             _environment("GLOO_SOCKET_IFNAME", loopback if place.one_host else ""),
             _environment("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patient if chosen.type == "cuda" else ""),
         ):
+            hook = sys.excepthook
             try:
                 dist.init_process_group(
                     "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -103,6 +105,9 @@ def process_group(
             except RuntimeError as error:
                 why = heartbeat.who_is_missing() or unconnected(place.rank, members)
                 raise LostRank(f"rank {place.rank} cannot connect to the others: {why} ({first_line(error)})") from None
+            if len(_MET) > 1 or not place.launched:
+                # torch puts the rank before each line of a traceback: once for each group that a process has had.
+                sys.excepthook = hook
             group = dist.group.WORLD
             assert group is not None
             if chosen.type == "cuda":

@@ -33,6 +33,22 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def hooks_of_groups() -> list[Any]:
+    """What prints the traceback of an error, before each of three groups and after them."""
+    hooks = [sys.excepthook]
+    for _ in range(3):
+        with process_group("cpu", TIMEOUT_SECONDS):
+            pass
+        hooks.append(sys.excepthook)
+    return [hook is hooks[0] for hook in hooks] + [hook is hooks[1] for hook in hooks]
+
+
+def test_a_traceback_has_its_rank_once_whatever_the_number_of_groups() -> None:
+    """And none in a program that is no rank."""
+    assert hooks_of_groups() == [True] * 8
+    assert two_ranks.run(hooks_of_groups) == [[True, False, False, False, False, True, True, True]] * 2
+
+
 def test_an_address_left_behind_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
