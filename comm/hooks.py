@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.embedding_tower_sharding import ShardedEmbeddingTower, ShardedEmbeddingTowerCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBag, ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
@@ -47,11 +48,13 @@ def attach(model: nn.Module, config: WireConfig, seed: int = 0) -> Wire:
     `model` must be sharded; its data-parallel tables exchange no rows and are left alone. `seed` seeds stochastic
     rounding. Call `attach` again after resharding tables.
 
-    Raises ValueError if there is no sharded table, and for an exchange that is unknown here. TorchRec's embedding
-    towers and a lone EmbeddingBag are left as they are.
+    Raises ValueError if there is no sharded table, and for TorchRec modules whose exchange is unknown here: none is
+    silently left in another precision.
     """
     wire, found = Wire(config, seed), 0
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedEmbeddingTower | ShardedEmbeddingTowerCollection | ShardedEmbeddingBag):
+            raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, whose exchange cannot be encoded")
         if isinstance(module, ShardedEmbeddingCollection):
             shardings: Sequence[Any] = list(module._sharding_type_to_sharding.values())
         elif isinstance(module, ShardedEmbeddingBagCollection):

@@ -29,6 +29,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Those that end a job."""
 INTERRUPTS: list[int] = []
 """Not empty once Ctrl-C has raised KeyboardInterrupt, which code of a library may have swallowed."""
+LAST = 5.0
+"""Seconds after the other ranks have ended. Then a stopped rank is continued (SIGCONT), because no rank is left that
+would notice that it does not answer."""
 USER_ERROR = 2
 """Exit status for a user's mistake: mostly every rank finds it, and rank 0 reports it."""
 THREADS_A_CORE = 4
@@ -78,11 +81,13 @@ def note_mistake(message: str) -> bool:
     job = _torchrun_job()
     if job is None:
         return False
-    try:
-        with open(job / MISTAKE, "x") as file:
-            file.write(message)
-    except FileExistsError:
-        return (job / MISTAKE).read_text() == message
+    with tempfile.NamedTemporaryFile("w", dir=job, suffix=".part") as file:
+        file.write(message)
+        file.flush()
+        try:
+            os.link(file.name, job / MISTAKE)
+        except FileExistsError:
+            return (job / MISTAKE).read_text() == message
     return False
 
 
@@ -194,7 +199,7 @@ def _end_with_parent() -> None:
 
 def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Waits until a rank has failed or all have ended."""
-    alone = 0.0
+    alone = waited = 0.0
     while True:
         statuses = [process.poll() for process in ranks]
         failed = [rank for rank, status in enumerate(statuses) if status]
@@ -205,6 +210,10 @@ def _first_to_fail(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
         if None not in statuses and not failed:
             return None
         alone += 0.05 if failed else 0.0
+        waited += 0.05 if 0 in statuses else 0.0
+        if waited > LAST:
+            for process in ranks:
+                process.send_signal(signal.SIGCONT)
         time.sleep(0.05)
 
 

@@ -23,7 +23,8 @@ def initialized(build: Callable[[], M], generator: torch.Generator) -> M:
         module = build()
         cast(Any, module).reset_parameters(generator)
     for name, weight in chain(module.named_parameters(), module.named_buffers()):
-        if weight.isnan().any():
+        # Buffers may hold infinity, as masks of attention do.
+        if weight.isnan().any() or (isinstance(weight, nn.Parameter) and weight.isinf().any()):
             raise ValueError(f"{name} was not initialized: its module must fill it, or reset_parameters")
     return module
 

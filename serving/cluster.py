@@ -185,9 +185,12 @@ class Shards(Group):
 
     def _ranked(self, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Tensor]:
         """What shards return, by shard. Raises ShardsLost if one is missing without which no answer is given."""
-        found = {} if self.refusal else self._ask("rank", asked)
-        if self.refusal:
-            raise ShardsLost(self.refusal)
+        if refusal := self.refusal:
+            raise ShardsLost(refusal)
+        found = self._ask("rank", asked)
+        # Meanwhile a shard that did not answer may be there again.
+        if not found or (len(found) < self.size and not self._allow_partial):
+            raise ShardsLost(self.refusal or "a shard was missing for a moment; ask again")
         return found
 
     def _ask(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:

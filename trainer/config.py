@@ -460,7 +460,11 @@ def load_recipe(name: str) -> Config:
             raise ValueError(
                 f"no recipe file {name}; give the path of a TOML file or one of: {', '.join(recipe_names())}"
             )
-        return load_toml(path.read_text(encoding="utf-8", errors="replace"), name)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: not UTF-8 at byte {error.start}, as TOML must be") from None
+        return load_toml(text, name)
     if name not in recipe_names():
         raise ValueError(
             f"no recipe named {name!r}{nearest(name, recipe_names())}; there are: {', '.join(recipe_names())}"

@@ -23,6 +23,7 @@ from zlib import crc32
 
 import numpy as np
 
+from logitmix.common.mappings import first_line
 from logitmix.common.plugins import Registry, require_plugins
 
 from .base import FeatureNumbers, Reads
@@ -99,9 +100,14 @@ class TextEncoder:
         return TEXT_ENCODERS.find(self.name)
 
     def _checked(self, texts: list[str], width: int) -> np.ndarray:
-        given = np.asarray(self._function(texts))
+        function = self._function
+        try:
+            given = np.asarray(function(texts))
+        except Exception as error:
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"the encoder of texts {self.name} failed for {len(texts)} texts: {said}") from None
         with np.errstate(over="ignore"):
-            vectors = given.astype(np.float32)
+            vectors = given.astype(np.float32) if given.dtype.kind in "iuf" else np.empty(0)
         if vectors.ndim != 2 or vectors.shape != (len(texts), width or max(1, vectors.shape[1])):
             raise ValueError(
                 f"the encoder of texts {self.name} returned {given.dtype} of shape {list(given.shape)}; it must return "

@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +158,17 @@ def chain(folder: Path, digest: str, number: int | None = None) -> tuple[list[De
         except (ValueError, OSError) as error:
             problems.append(" ".join(str(error).split()))
     deltas.sort(key=lambda delta: delta.number)
+    for one, other in pairwise(deltas):
+        if one.number == other.number:
+            problems.append(f"{one.path} and {other.path} both have number {one.number}; remove one of them")
+            deltas = [delta for delta in deltas if delta.number < one.number]
+            break
     last = max([number or 0, *(delta.number for delta in deltas if delta.gives == digest)])
     found: list[Delta] = []
     for delta in deltas:
         if delta.number <= last:
-            if found:
-                problems.append(f"{found.pop().path} and {delta.path} both have number {last}; remove one of them")
-                break
-        elif delta.applies_to != digest or (last and delta.number != last + 1):
+            continue
+        if delta.applies_to != digest or (last and delta.number != last + 1):
             problems.append(
                 f"{delta.path}, number {delta.number}, applies to an export with digest {delta.applies_to[:12]}, but "
                 f"the one before it has {digest[:12]}: a delta between them is missing, or it is of another export"

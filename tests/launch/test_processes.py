@@ -41,6 +41,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
+def test_a_rank_that_is_stopped_last_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LAST", 0.3)
+    assert processes.run_ranks(["rank or os.kill(os.getpid(), signal.SIGSTOP)"], 2) == 0
+
+
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(
     ("does", "status", "said"),
     [

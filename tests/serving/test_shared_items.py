@@ -18,9 +18,10 @@ from waiting import until
 
 from logitmix.common.files import publish
 from logitmix.serving.cluster import Arguments, Shard, Shards, build
-from logitmix.serving.group import ShardsLost
+from logitmix.serving.directory.reader import read
+from logitmix.serving.group import Group, ShardsLost
 from logitmix.serving.live import LiveExport
-from logitmix.serving.request import Request
+from logitmix.serving.request import Options, Request
 from logitmix.serving.retriever import Retriever
 from logitmix.trainer.export import export as export_module
 from logitmix.trainer.export.catalog import Catalog
@@ -261,3 +262,11 @@ def test_what_the_configuration_of_a_cluster_gets_wrong(exports: dict[str, Path]
         _ = Arguments(**given, token_file="nowhere").allowed
     with pytest.raises(ValueError, match="no serving directory at "):
         Shard(Arguments(directory=str(tmp_path), shards=2), 0)
+
+
+def test_a_shard_without_items_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more shards than files of items."""
+    folder = export_small(small_model("mol", X), tmp_path / "served")
+    monkeypatch.setattr(Options, "kept", lambda options, items: 40)
+    for number in range(2):
+        Retriever(read(folder), group=Group(number, 2)).warm_up()

@@ -247,3 +247,9 @@ def test_explicit_negatives_are_not_resampled() -> None:
     text = '[data]\nnegatives = ["shown"]\n[model.loss]\nshare = "sequence"\nresample = 8'
     with pytest.raises(ValueError, match=r"^here: model\.loss\.resample is 8, .* data\.negatives; set it to 0"):
         load_toml(text, "here")
+
+
+def test_a_recipe_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_bytes(b'[data]\npath = "caf\xe9"\n')
+    with pytest.raises(ValueError, match=r"recipe\.toml: not UTF-8 at byte 18, as TOML must be$"):
+        load_recipe(str(tmp_path / "recipe.toml"))

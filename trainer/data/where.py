@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 
 from logitmix.common.mappings import nearest
 from logitmix.trainer.data.arrow import as_numbers, as_numpy, is_text, is_time
-from logitmix.trainer.data.description import UNITS
+from logitmix.trainer.data.description import UNIT_NAMES, UNITS
 from logitmix.trainer.data.engine import scratch
 from logitmix.trainer.data.numbers import read_numbers
-from logitmix.trainer.data.times import moments, unit_of
+from logitmix.trainer.data.times import moments, unit_of, window
 
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "=": pc.equal, "!=": pc.not_equal, "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
@@ -107,10 +107,19 @@ def of_time(condition: Condition, time: str, unit: str, columns: Collection[str]
         seconds, nanoseconds, number = condition.given()
         if not (seconds.is_valid or number.is_valid):
             raise condition.not_ordered()
+        if number.is_valid and unit:
+            _require_unit(number.as_py(), unit)
         value = _ticks(seconds.as_py(), nanoseconds, unit) if seconds.is_valid else condition.value
         return f"{time} {condition.operator.replace('!=', '<>')} {value}"
     except ValueError as error:
         raise condition.error(error, columns) from None
+
+
+def _require_unit(number: float, unit: str) -> None:
+    """ValueError for a number that is a time in another unit, or a date in digits such as 20240120."""
+    within = [of for of in UNITS if window(of)[0] <= number < window(of)[1]]
+    if unit not in within and (within or re.fullmatch("(19|20)[0-9]{6}([0-9]{6})?", f"{number:.0f}")):
+        raise ValueError(f"{number:.0f} is no time in {UNIT_NAMES[unit]} since 1970, as its values are; write a date")
 
 
 def _ticks(seconds: int, nanoseconds: int, unit: str) -> int:

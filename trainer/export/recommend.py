@@ -8,6 +8,7 @@ Axes: B users of a batch, T actions, X items of the dataset, k items for each us
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -128,6 +129,7 @@ def recommend(place: str, asked: Asked, ranks: Ranks, threads: int = 1) -> dict[
         def begin() -> list[Path]:
             held.enter_context(only_writer(asked.out))
             asked.parts.mkdir(exist_ok=True)
+            held.callback(_remove_if_empty, asked.parts)
             missing = [part for part in blocks if not part.exists()]
             if len(missing) < len(blocks):
                 say(f"parts there already: {len(blocks) - len(missing):,} of {len(blocks):,}")
@@ -258,12 +260,15 @@ def _finish(
             rows, full = rows + len(part), full + pc.sum(pc.equal(part["rank"], k)).as_py()
     if full < count:
         say(f"{count - full:,} {histories.of} get fewer than {k:,} items")
-    for path in asked.parts.glob("*.arrow*"):
-        path.unlink()
-    with suppress(OSError):
-        # Unless there is something else.
-        asked.parts.rmdir()
+    for path in asked.parts.iterdir():
+        if re.fullmatch(r"[0-9a-f]{16}-[0-9]{7}\.arrow", path.name):
+            path.unlink()
     return {histories.of: count, "rows": rows}
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _named(places: pa.ChunkedArray, names: pa.Array | pa.ChunkedArray) -> pa.DictionaryArray:

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
+from logitmix.common.compiled import has_triton
 from logitmix.modules.encoders import fuxi, hstu, sasrec
 from logitmix.modules.model import SampledLosses
 from logitmix.modules.noise import Noise
@@ -24,8 +27,16 @@ _LEFT_ALONE: dict[Any, tuple[str, ...]] = {
 """Functions that torch.compile runs as they are: they are kernels already, or depend on the batch's lengths."""
 
 
-def compile_towers(losses: SampledLosses) -> None:
-    """From now on the towers are compiled, once for all sizes of batches."""
+def compile_towers(losses: SampledLosses, device: torch.device) -> None:
+    """From now on the towers are compiled, once for all sizes of batches. ValueError if there is no compiler."""
+    missing = "" if device.type == "cpu" or has_triton() else "Triton"
+    if device.type == "cpu":
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            missing = "a C++ compiler such as g++"
+    if missing:
+        raise ValueError(f"train.compile needs {missing}; install it, or set train.compile to false")
     # The process's own, because a compiled function finds them by name.
     for owner, name in ((owner, name) for owner, names in _LEFT_ALONE.items() for name in names):
         function = getattr(owner, name)

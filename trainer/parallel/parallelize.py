@@ -225,7 +225,7 @@ def parallelize(
         # It loads slowly.
         from logitmix.trainer.parallel.compiled import compile_towers
 
-        compile_towers(losses)
+        compile_towers(losses, ranks.device)
     dense = torch.bfloat16 if wire.dense == "bf16" else torch.float32
     parallel = ParallelModel(
         sharded,

@@ -94,6 +94,10 @@ class PrepareOptions:
                     raise ValueError(f"--append takes no {flag}: it keeps all actions, and the features that there are")
             if not self.out:
                 raise ValueError("--append needs --out: a new directory, or the same one, which then becomes the whole")
+        if self.embed and not self.embedded_columns:
+            raise ValueError(f"--embed is {self.embed!r:.80}; it must be names of columns, such as title,description")
+        if self.embed_with != NGRAMS and not (self.embed or self.schema):
+            raise ValueError("--embed-with is for the columns that --embed names; give these, or leave it out")
         for name in ("source", "out", "items", "users", "schema", "append"):
             require_no_secrets(f"--{name}", getattr(self, name))
         source = source_of(self.name)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
 
 from rich.progress import Progress
@@ -36,15 +36,16 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"),
 )  # fmt: skip
 """Byte-order marks that are refused; the first two bytes of UTF-32's are those of UTF-16's."""
-_Unpack = Callable[[BinaryIO], io.BufferedIOBase]
+_Unpack = Callable[[BinaryIO], io.RawIOBase | gzip.GzipFile]
 _COMPRESSIONS: dict[str, tuple[bytes, _Unpack | None]] = {
     "gzip": (rb"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
-    "bzip2": (rb"BZh[1-9]1AY&SY", bz2.BZ2File),
-    "xz": (rb"\xfd7zXZ", lzma.LZMAFile),
+    "bzip2": (rb"BZh[1-9]1AY&SY", lambda raw: _Unpacked(raw, bz2.BZ2Decompressor)),
+    "xz": (rb"\xfd7zXZ", lambda raw: _Unpacked(raw, lzma.LZMADecompressor)),
     "zstd": (rb"\x28\xb5\x2f\xfd", None),
 }
 """What a compressed file begins with, and what reads it; None: it is refused."""
 _LONGEST_BEGIN = 10
+_BLOCK = 1 << 16
 _NO_TEXTS = {b"ARROW1": "Arrow (Feather)", b"Obj\x01": "Avro", b"ORC": "ORC", b"\xd0\xcf\x11\xe0": "Excel"}
 """What files of other kinds begin with."""
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -102,8 +103,12 @@ class InputFile:
                     plain = stack.enter_context(cast(BinaryIO, unpack(counted)))
             with _intact(self.path, _DAMAGE):
                 if self.encoding:
+                    text = io.BufferedReader(cast(io.RawIOBase, plain))
+                    for mark in (codecs.BOM_UTF8, *(mark for mark, _ in _MARKS)):
+                        if text.peek(4).startswith(mark) and mark.decode(self.encoding, "ignore") == "\ufeff":
+                            text.read(len(mark))
                     # Bytes that stand for nothing there are left as they are.
-                    yield cast(BinaryIO, codecs.EncodedFile(plain, "utf-8", self.encoding, "surrogateescape"))
+                    yield cast(BinaryIO, codecs.EncodedFile(text, "utf-8", self.encoding, "surrogateescape"))
                 else:
                     yield self._without_mark(io.BufferedReader(cast(io.RawIOBase, plain)))
             progress.update(task, completed=self.path.stat().st_size)
@@ -163,6 +168,34 @@ def _compression(start: bytes) -> tuple[str, _Unpack | None]:
     """The name of the compression of a file that begins so, "" for none, and what reads it."""
     found = ((name, unpack) for name, (begin, unpack) in _COMPRESSIONS.items() if re.match(begin, start))
     return next(found, ("", None))
+
+
+class _Unpacked(io.RawIOBase):
+    """One compressed stream after the other. bz2.BZ2File and lzma.LZMAFile take a damaged one for the end."""
+
+    def __init__(self, raw: BinaryIO, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> None:
+        self.raw, self.make, self.unpacker = raw, make, make()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        place = memoryview(buffer)
+        while True:
+            more = b""
+            if self.unpacker.eof:
+                more = self.unpacker.unused_data or self.raw.read(_BLOCK)
+                if not more:
+                    return 0
+                self.unpacker = self.make()
+            elif self.unpacker.needs_input:
+                more = self.raw.read(_BLOCK)
+                if not more:
+                    raise EOFError("it ends within a compressed stream")
+            data = self.unpacker.decompress(more, len(place))
+            if data:
+                place[: len(data)] = data
+                return len(data)
 
 
 def is_zip(path: Path) -> bool:

@@ -7,6 +7,7 @@ Values of a column that are of several types (numbers and text, or integers that
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -74,6 +75,13 @@ def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress,
     names = json.loads(shape)
     if len(names) > MOST_COLUMNS:
         raise ValueError(f"{file.label}: its objects have {len(names):,} keys, more than {MOST_COLUMNS:,}")
+    fractions = [*_fractions(names)]
+    if fractions:
+        long = "bool_or(regexp_full_match(json_extract_string(written, {}), '-?[0-9]{{19,}}'))"
+        asked = ", ".join(long.format(literal(pointer)) for *_, pointer in fractions)
+        are_long = duck.row(f"select {asked} from lines where problem is null")
+        for (within, name, _), is_long in zip(fractions, are_long, strict=True):
+            within[name] = "VARCHAR" if is_long else "DOUBLE"
     everything = literal(json.dumps(_spec(names, "", None, [])))
     [whole] = duck.db.sql(f"select json_transform('null', {everything})").types
     key_names = keys(file.label, [path for name, kind in whole.children for path in paths(name, kind)])
@@ -117,6 +125,17 @@ def _reject_deep_lines(duck: Duck) -> None:
 def _levels(text: str) -> int:
     """Returns how deeply JSON is nested."""
     return max(accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(of, 0) for of in _STRING.sub("", text)), default=0)
+
+
+def _fractions(shape: dict[str, Any], pointer: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yields the objects with numbers that are not all whole, their keys, and JSON pointers. As floats, long whole
+    numbers among them would lose digits."""
+    for name, of in shape.items():
+        path = f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}"
+        if type(of) is dict:
+            yield from _fractions(of, path)
+        elif of == "DOUBLE":
+            yield shape, name, path
 
 
 def _spec(shape: Any, path: str, keys: list[str] | None, left_out: list[str], in_list: bool = False) -> Any:

@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from logitmix.common.files import clean_up, held_alone, naming, only_writer, staging_path, whole_directory
-from logitmix.common.mappings import first_line
+from logitmix.common.mappings import counted, first_line
 from logitmix.common.messages import tell
 from logitmix.common.plugins import named
 from logitmix.common.storage import alone, fetch, fetch_names, push
 from logitmix.modules.schema import Owner
 from logitmix.trainer.data.arrow import is_list
 from logitmix.trainer.data.dataset import encoders_of
-from logitmix.trainer.data.description import WAITING, is_dataset
+from logitmix.trainer.data.description import APPENDED, WAITING, is_dataset
 from logitmix.trainer.data.engine import Duck
 from logitmix.trainer.data.writer import DatasetContents, PartWriter, finish_dataset
 from logitmix.trainer.prepare.append import append, read_for_appending, read_waiting
@@ -102,9 +102,14 @@ def _append(before: Path, staging: Path, options: PrepareOptions, console: Conso
         raise ValueError(f"{before} was prepared {f'with {given}' if was else 'without --shown'}; append by the same")
     later.mkdir()
     given_again = replace(options, append=str(before), min_user_actions=0)
-    _prepare(later, given_again, console, Job, Known(schema, encoders_of(before, schema)), read_waiting(before))
+    known = Known(schema, encoders_of(before, schema))
+    made = _prepare(later, given_again, console, Job, known, read_waiting(before))
     description = append(before, description, schema, later, staging)
     shutil.rmtree(later)
+    new = description[APPENDED][-1]
+    there = {what: made[f"{what}s"] - new[f"{what}s"] for what in ("item", "user") if schema.of(what)}
+    if said := " and ".join(counted(count, what) for what, count in there.items() if count):
+        tell(console, f"in the dataset already: {said}; what it says of them stays")
     return description
 
 
@@ -244,7 +249,7 @@ def _write(
         none, none, none, numbered.item_ids, None, titles, schema, columns, made.vocabularies, made.projections
     )
     with naming(options.directory):
-        counted = job.write(writer, numbered.kept, KEPT_ORDER)
+        written = job.write(writer, numbered.kept, KEPT_ORDER)
         if numbered.waiting is not None:
             pq.write_table(numbered.waiting, directory / WAITING)
         description = finish_dataset(
@@ -252,14 +257,14 @@ def _write(
             contents,
             options.name,
             len(numbered.user_ids),
-            counted.entries(),
+            written.entries(),
             filters={name: getattr(options, name) for name in FILTERS}
             | {"where": list(options.where), "shown": list(options.shown), "removed": numbered.removed},
             read=numbered.read,
             titles=0 if titles is None else len(titles) - titles.null_count,
             rejected_lines=job.rejects.count,
             side_tables=sides,
-            times={"unit": job.actions.unit or None} | counted.times(),
+            times={"unit": job.actions.unit or None} | written.times(),
             source=origin,
             generator=job.generator,
         )
@@ -327,7 +332,10 @@ def _features(
     title = [options.title_column] if options.title_column in job.items.columns else []
     stated = embedded(stated, names, options.embedded_columns, title)
     if known:
-        stated, there = known.options(), [of.name for of in names]
+        given, stated, there = stated.features, known.options(), [of.name for of in names]
+        for name, of in stated.features.items():
+            if name in given:  # which texts are missing values is not a part of the dataset
+                stated.features[name] = replace(of, missing=given[name].missing)
         others = [name for name in there if name not in stated.features]
         missing = [name for name in stated.features if name not in there]
         names = [of for of in names if of.name in stated.features]

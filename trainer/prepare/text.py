@@ -30,6 +30,8 @@ KINDS_OF_TYPES: Mapping[str, str] = {"token": "id", "float": "number", "token_se
 """Of the types in a header. A list of floats is a vector only where all are of one length."""
 SHOWN = 1000
 """Characters of a malformed row that are listed."""
+MANY = 8
+"""Rows that a quoted field would have to swallow, if nothing but their number tells."""
 NUMBER = r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 LINES = pa.schema({"line": pa.int64(), "problem": pa.string(), "written": pa.string()})
 
@@ -326,12 +328,13 @@ class _Text:
 
 def swallows_rows(lines: Sequence[str], dialect: _Dialect, width: int) -> bool:
     """Whether the lines from the second on, which CSV takes for the rest of a row with a quoted field, are rows of
-    their own: at least half of them have `width` fields, with digits wherever the first line has some."""
+    their own: at least half of them have `width` fields, with digits wherever the first line has some; if it has none,
+    MANY of them."""
     first = lines[0].split(dialect.delimiter)[:width]
     places = [place for place, text in enumerate(first) if _DIGIT.search(text) and '"' not in text]
     rest = [dialect.fields(line) or line.split(dialect.delimiter) for line in lines[1:] if line.strip()]
     alike = sum(len(row) == width and all(_DIGIT.search(row[place]) for place in places) for row in rest)
-    return bool(places) and alike >= 1 and 2 * alike >= len(rest)
+    return alike >= (1 if places else MANY) and 2 * alike >= len(rest)
 
 
 def _fitness(label: str, keys: Keys, row: list[str]) -> tuple[bool, int]:

@@ -39,15 +39,18 @@ def keep_rows(run: Path, last_step: int, evaluated: bool = True) -> None:
     path = run / ROWS
     if not path.exists():
         return
-    kept = []
+    kept, problem = [], None
     for line, where in _lines(run):
         try:
             row = _row(line, where)
-        except ValueError:
-            # A power loss has left it: the rows up to a checkpoint are on disk before it.
-            break
+        except ValueError as error:
+            # A power loss may have left it, after the rows up to the checkpoint.
+            problem = problem or error
+            continue
         again = row["kind"] == "test" or (row["step"] == last_step and row["kind"] in EVALUATIONS and not evaluated)
         if row["step"] <= last_step and not again:
+            if problem:
+                raise problem
             kept.append(row)
     write_checksummed(path, "".join(json.dumps(row) + "\n" for row in kept))
 

@@ -93,8 +93,11 @@ class Saver:
         failure."""
         if self._upload and agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
             self._end_upload()
-        if self._pending and not self._upload and not agreed(not self._pending.written.done(), self.ranks):
-            self._finish()
+        if self._pending:
+            written = self._pending.written
+            failed = agreed(written.done() and written.exception() is not None, self.ranks)
+            if failed or not (self._upload or agreed(not written.done(), self.ranks)):
+                self._finish()
 
     def __enter__(self) -> "Saver":
         return self

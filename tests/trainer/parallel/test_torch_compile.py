@@ -64,3 +64,12 @@ def test_equals_eager_up_to_rounding(name: str, precision: str, tmp_path: Path) 
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
     for ours, theirs in zip(of_compiled, eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise compiled.InvalidCxxCompiler
+
+    monkeypatch.setattr(compiled, "get_cpp_compiler", none)
+    with pytest.raises(ValueError, match=r"^train\.compile needs a C\+\+ compiler such as g\+\+; install it, or set"):
+        compiled.compile_towers(None, torch.device("cpu"))  # type: ignore[arg-type]

@@ -130,3 +130,37 @@ def test_16_bytes_of_text_are_text(prepared: Callable[..., Any]) -> None:
     users = pa.array([f"user-{n:011}".encode() for n in range(4)], pa.binary(16))
     found = prepared(parquet(user=users, item=pa.array(["a"] * 4), timestamp=pa.array(range(4))), "clicks.parquet")
     assert sorted(found.actions) == [f"user-{n:011}" for n in range(4)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16"])
+def test_a_byte_order_mark_is_no_part_of_the_header(prepared: Callable[..., Any], encoding: str) -> None:
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    text = (mark + "\n".join(["user;item;timestamp", *ROWS])).encode(encoding)
+    assert prepared(text, encoding=encoding).actions == ACTIONS
+
+
+@pytest.mark.parametrize("module", ["bz2", "lzma"])
+def test_a_damaged_second_stream_is_not_the_end(prepared: Callable[..., Any], module: str) -> None:
+    compress = __import__(module).compress
+    first, second = ("\n".join(rows).encode() for rows in (["user;item;timestamp", *ROWS, ""], ROWS))
+    assert prepared(compress(first) + compress(second)).actions.keys() == ACTIONS.keys()
+    damaged = bytearray(compress(second))
+    damaged[2] ^= 1
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        prepared(compress(first) + bytes(damaged))
+
+
+def test_a_stray_quote_between_letters_swallows_no_rows(prepared: Callable[..., Any]) -> None:
+    rows = [f"{'abcdefghij'[n % 10]}{'klmno'[n // 10 % 5]};{'pqrst'[n % 5]}" for n in range(60)]
+    rows[3], rows[40] = '"' + rows[3], rows[40] + '"'
+    found = prepared("\n".join(["user;item", *rows]), timestamp_column="", max_rejects=1.0, keep_duplicates=True)
+    assert sum(map(len, found.actions.values())) >= 58 and "quote" in found.said
+
+
+def test_long_numbers_beside_fractions_keep_their_digits(prepared: Callable[..., Any]) -> None:
+    lines = [
+        {"user": f"u{n % 20}", "item": f"i{n % 9}", "timestamp": n, "brand": 0.5 if n == 3 else 10**23 + n % 7}
+        for n in range(200)
+    ]
+    said = prepared("\n".join(map(json.dumps, lines)), name="clicks.jsonl").said
+    assert "all values are the same" not in said
