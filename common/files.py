@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -147,13 +147,15 @@ class Fields(dict[str, Any]):
         raise ValueError(f"{self.where} has no field {name}")
 
 
-def require_numbers(content: Any, where: str) -> Fields:
-    """Returns a JSON object whose values are numbers, or lists or objects of numbers: of any float, and of whole ones
-    of 64 bits. ValueError that names the place and the field."""
+def require_numbers(content: Any, where: str, several: Collection[str] = ()) -> Fields:
+    """Returns a JSON object whose values are numbers, of `several` fields lists or objects of numbers: any float, and
+    whole ones of 64 bits. ValueError that names the place and the field."""
     if not isinstance(content, dict):
         raise ValueError(f"{where} is not a JSON object")
     for name, value in content.items():
-        numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        numbers = [value]
+        if name in several and isinstance(value, dict | list):
+            numbers = [*value.values()] if isinstance(value, dict) else value
         if not all(type(of) is float or (type(of) is int and -(2**63) <= of < 2**63) for of in numbers):
             raise ValueError(f"{where}: {name} is {brief(value)}; it must be a number")
     return Fields(content, where)

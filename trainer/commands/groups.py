@@ -58,10 +58,13 @@ class Run:
                 f"{path / 'test_ranks.json'} has {len(ranks)} ranks, but test_users.json {len(users)} users; restore "
                 "both, or remove one"
             )
+        description = read_description(path)
+        if not all(type(description.get(name)) is int for name in ("users", "items", "actions")):
+            raise ValueError(f"{path / 'dataset.json'}: users, items and actions must be whole numbers")
         return cls(
             path,
             settings,
-            read_description(path),
+            {"name": "no name"} | description,
             [row for row in rows if row["kind"] == "train"],
             [row for row in rows if row["kind"] == "validation"],
             read_results(path) if (path / "results.json").exists() else {},

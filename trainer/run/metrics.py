@@ -78,7 +78,7 @@ def _lines(run: Path) -> list[tuple[bytes, str]]:
 def _row(line: bytes, where: str) -> Fields:
     content = parse_json(line, where)
     kind = content.pop("kind", None) if isinstance(content, dict) else ""
-    row = require_numbers(content, where)
+    row = require_numbers(content, where, ("users",))
     require(isinstance(kind, str), f"{where}: kind", kind, "a text")
     require(type(row["step"]) is int, f"{where}: step", row["step"], "a count")
     return Fields({"kind": kind, **row}, where)

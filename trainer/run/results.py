@@ -55,7 +55,7 @@ def write_results(run: Path, results: Mapping[str, Any]) -> None:
 def read_results(run: Path) -> Fields:
     """ValueError that names the file and the field if it is damaged."""
     path = run / "results.json"
-    return require_numbers(parse_json(read_checksummed(path), str(path)), str(path))
+    return require_numbers(parse_json(read_checksummed(path), str(path)), str(path), ("penalties_tried", "validation"))
 
 
 def take_results(start: Path, run: Path) -> dict[str, float]:
@@ -79,7 +79,10 @@ def write_ranks(run: Path, rank_U: np.ndarray, user_U: Sequence[str]) -> None:
 
 def read_ranks(run: Path) -> np.ndarray:
     """The rank of each user's target [U] in the test part, from 1 (int64)."""
-    return np.array(_read_list(run / "test_ranks.json", int), np.int64)
+    ranks = _read_list(run / "test_ranks.json", int)
+    if not all(0 < rank < 2**63 for rank in ranks):
+        raise ValueError(f"{run / 'test_ranks.json'} is not a list of ranks from 1")
+    return np.array(ranks, np.int64)
 
 
 def read_test_users(run: Path) -> list[str]:

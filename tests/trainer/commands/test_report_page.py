@@ -250,3 +250,21 @@ def test_what_is_no_run_is_refused(tmp_path: Path, refusal: Callable[..., str]) 
     for words, said in (([str(tmp_path)], "is not a run directory"), ([], "report needs run directories")):
         assert said in refusal("report", *words, "--out", str(tmp_path / "out.html"))
     assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("dataset.json", '"users": ', '"others": ', r"dataset\.json: users, items and actions must be whole numbers"),
+        ("results.json", '"users": 60', '"users": [60]', r"results\.json: users is \[60\]; it must be a number"),
+    ],
+)
+def test_an_edited_run_is_refused_in_one_line(tmp_path: Path, name: str, old: str, new: str, said: str) -> None:
+    run = made_run(
+        tmp_path / "run", [training_row(10)], {}, results={"users": 60, "hr@10": 0.5, "step": 10, "seconds": 3.0}
+    )
+    text = (run / name).read_text()
+    assert old in text
+    (run / name).write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=said):
+        write_report([run], tmp_path / "page.html")
