@@ -337,7 +337,7 @@ def _list(request: Request, entry: str, place: int, of: Callable[[Any], list[Any
     found: Any = request.get(entry)
     if found is None:
         return []
-    if isinstance(found, set | frozenset):
+    if isinstance(found, set | frozenset) and entry in ("history", "timestamps", "events"):
         raise ValueError(f"request {place}: {entry} is a set, which has no order; it must be a list")
     with prefixed(f"request {place}: {entry} "):
         return of(found)
