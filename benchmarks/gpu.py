@@ -188,7 +188,7 @@ def nccl() -> tuple[list[str], list[Row]]:
 
 
 def more_ranks() -> tuple[list[str], list[Row]]:
-    """A note on training on 1, 2, 4 … GPUs, beside one. Wrong if a step in FP32 differs from that of one process."""
+    """Returns a note on training on 1, 2, 4 and 8 GPUs. Raises Wrong if an FP32 step differs from one process's."""
     counts = [count for count in (1, 2, 4, 8) if count <= torch.cuda.device_count()]
     with tempfile.TemporaryDirectory() as folder:
         options = ranks_benchmark.Options(",".join(map(str, counts)), "cuda", sequences=128)

@@ -72,7 +72,7 @@ COLLECTIVES = ("counts", "ids", "rows", "row gradients", "tower gradients")
 @dataclass(frozen=True)
 class Options:
     ranks: str = "1,2,4"
-    """Numbers of ranks."""
+    """Numbers of ranks to train on, one after the other."""
     device: Literal["cpu", "cuda"] = "cpu"
     link: str = ""
     """Rate of each rank's link in tc's notation, such as 200mbit or 1gbit; empty: the loopback."""
@@ -169,7 +169,7 @@ def measured(options: Options, folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def differences(folder: Path, count: int, division: str, precision: str) -> dict[str, Any]:
-    """How far a step on `count` ranks is from that of one process."""
+    """Returns how far a step on `count` ranks is from that of one process."""
     own = "bf16" if precision == "bf16" else "fp32"
     found, expected = (
         torch.load(folder / f"step-{name}.pt") for name in (f"{count}-{division}-{precision}", f"1-{own}")
@@ -183,7 +183,7 @@ def _arms(count: int) -> list[tuple[str, str]]:
 
 
 def work(job: Mapping[str, Any]) -> None:
-    """One rank: the step of each arm, then training."""
+    """Does the work of one rank: a step of each arm, then training."""
     options, folder = Options(**job["options"]), Path(job["folder"])
     torch.set_num_threads(1)
     set_up_memory()
@@ -212,7 +212,7 @@ def work(job: Mapping[str, Any]) -> None:
 
 
 def one_step(config: Config, ranks: Ranks) -> dict[str, Tensor]:
-    """The loss, and the gradients of all tables and of the tower, of the first batch. Collective."""
+    """Returns the first batch's loss, and its gradients of all tables and of the tower. Collective."""
     with pipeline_of(config, ranks, 1) as pipeline:
         before = rows_of(pipeline.model)
         pipeline.train_step()
@@ -223,13 +223,13 @@ def one_step(config: Config, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def rows_of(model: ParallelModel) -> Tensor:
-    """The numbers of all tables, flat, on every rank. Collective."""
+    """Returns the numbers of all tables, flat, on every rank. Collective."""
     tables = model.evaluated()[1]
     return torch.cat([tables[name].fetch(torch.arange(model.plan[name].rows)).flatten() for name in sorted(tables)])
 
 
 def train(config: Config, ranks: Ranks, steps: int) -> dict[str, Any]:
-    """The row of the second table, of training for so many steps. Collective."""
+    """Trains for some steps, and returns their row of the second and third table. Collective."""
     waits = Waits(ranks.device)
     # The last step is logged, and waits for the device.
     with pipeline_of(config, ranks, WARM_UP + steps + 1) as pipeline, waits.noted():
@@ -275,8 +275,8 @@ def _now(ranks: Ranks) -> float:
 
 
 def _alone_ms(name: str, size: float, number: float, model: ParallelModel, ranks: Ranks) -> float:
-    """Median time of a step's collectives of one kind, `number` of them that send `size` bytes together, while nothing
-    else runs. Collective."""
+    """Returns the median time of a step's collectives of one kind while nothing else runs: `number` of them, which send
+    `size` bytes together. Collective."""
     # The ranks' numbers may differ by the rows that they ask for, but all must call the same collectives.
     mean = all_reduce_sum(torch.tensor([size, number], dtype=torch.float64), ranks) / ranks.world_size
     size, calls, count = float(mean[0]), round(float(mean[1])), ranks.world_size
@@ -309,7 +309,7 @@ class Waits:
         self.sent, self.calls, self.spans = Counter[str](), Counter[str](), list[tuple[str, Any, Any]]()
 
     def seconds(self) -> Counter[str]:
-        """By collective. Waits for the device."""
+        """Returns the seconds that were waited for each collective. Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         waited = Counter[str]()
@@ -398,8 +398,8 @@ class Places:
 
 @contextmanager
 def network(count: int, rate: str) -> Iterator[Places]:
-    """The network of so many ranks: the loopback, or links of this rate to one bridge. SystemExit if there can be no
-    such links."""
+    """Makes the network of so many ranks: the loopback, or links of this rate to one bridge. SystemExit if there can
+    be no such links."""
     if not rate or count == 1:
         yield Places(count)
         return

@@ -193,7 +193,7 @@ def push(path: Path) -> None:
 
 @dataclass
 class _Record:
-    """The content of copy.json."""
+    """What copy.json records of the local copy of a store."""
 
     id: str
     uploading: bool

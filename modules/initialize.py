@@ -12,9 +12,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def initialized(build: Callable[[], M], generator: torch.Generator) -> M:
-    """The module that `build` makes on the CPU, with the initial weights of its `reset_parameters`. They depend on the
-    generator alone: layers that `reset_parameters` leaves as they are, such as an nn.GRU, keep what their constructors
-    drew, from the generator's seed.
+    """Returns the module that `build` makes on the CPU, with the initial weights of its `reset_parameters`. They depend
+    on the generator alone: layers that `reset_parameters` leaves as they are, such as an nn.GRU, keep what their
+    constructors drew, from the generator's seed.
 
     Raises ValueError that names a parameter or buffer of floating type that nothing has filled.
     """

@@ -184,7 +184,7 @@ class Shards(Group):
         return all(newest == digest or problem for newest, problem in zip(self._newest, self._problems, strict=True))
 
     def _ranked(self, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Tensor]:
-        """What shards return, by shard. Raises ShardsLost if one is missing without which no answer is given."""
+        """Returns what shards answer, by shard. Raises ShardsLost if there is no answer without a missing one."""
         if refusal := self.refusal:
             raise ShardsLost(refusal)
         found = self._ask("rank", asked)

@@ -20,7 +20,7 @@ class Group:
     """The parts that the last answer lacks; who asks for one begins with none."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """`rank` is the number of this process's part, of `size` parts."""
+        """Makes the group of a process that ranks part number `rank` of `size` parts of the items."""
         self.rank, self.size = rank, size
 
     def part(self, whole: range) -> range:

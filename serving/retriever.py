@@ -484,6 +484,6 @@ class Retriever:
         return replace(task, few=self._ranker.few(task))
 
     def _may_find(self, asked: Asked, only: Allowed | None) -> Allowed | None:
-        """The items that a request's conditions and `only` allow; None: all."""
+        """Returns the items that a request's conditions and `only` allow; None if they allow all."""
         may = self.filters.allowed(*asked.where) if asked.where else None
         return may if only is None else only if may is None else may & only

@@ -26,7 +26,7 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     same command goes on."""
 
     place: ExportPlace
-    """Serving directory."""
+    """Serving directory, whose model ranks the items."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
     """File to write, .parquet or .csv: user, rank, item, score."""
     data_path: Annotated[str, tyro.conf.arg(name="data.path", metavar="DIR")] = ""
@@ -40,7 +40,7 @@ class Arguments(JSONOption, ProcessesOption, ThreadsOption):
     """Table of the items that may be recommended (CSV, JSON lines or Parquet), such as what is in stock; all when left
     empty."""
     where: str = ""
-    """A condition on its columns; without a table, on the export's filterable columns:
+    """Condition on the columns of the table --items or, without such a table, on the export's filterable columns:
     "in_stock = 1 and (price < 50 or category in ('shoes', 'bags'))"."""
     limit: str = "{}"
     """Most items of a value of the export's filterable columns for each user, as a JSON object: {"category": 3}."""

@@ -52,7 +52,7 @@ class Section:
     charts: Sequence[tuple[str, Markup]] = ()
     """Titles, and curves as SVG."""
     is_folded: bool = False
-    """Whether it is seen only when its title is clicked."""
+    """Whether the page shows the section only after a click on its title."""
 
 
 def write_report(paths: Sequence[Path], out: Path) -> None:
@@ -123,7 +123,7 @@ def _overview(groups: Sequence[Group], metric: str, to_best: Sequence[Difference
 
 
 def _best_of(groups: Sequence[Group], metric: str) -> int | None:
-    """Returns the place of the best of several groups; None for one alone."""
+    """Returns the index of the group with the best mean of a metric; None if there is only one group."""
     return best_of(groups, metric) if len(groups) > 1 else None
 
 

@@ -116,7 +116,7 @@ def of_time(condition: Condition, time: str, unit: str, columns: Collection[str]
 
 
 def _require_unit(number: float, unit: str) -> None:
-    """ValueError for a number that is a time in another unit, or a date in digits such as 20240120."""
+    """Raises ValueError for a number that is a time in another unit, or a date in digits such as 20240120."""
     within = [of for of in UNITS if window(of)[0] <= number < window(of)[1]]
     if unit not in within and (within or re.fullmatch("(19|20)[0-9]{6}([0-9]{6})?", f"{number:.0f}")):
         raise ValueError(f"{number:.0f} is no time in {UNIT_NAMES[unit]} since 1970, as its values are; write a date")

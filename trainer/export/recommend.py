@@ -240,7 +240,7 @@ def _answers(
 def _finish(
     asked: Asked, histories: "_OfUsers | _OfItems", retriever: Retriever, blocks: Mapping[Path, Ints]
 ) -> dict[str, int]:
-    """Parts -> file."""
+    """Writes the parts into the file, and removes them."""
     names, items, k = histories.names(), as_arrow(retriever.raw_ids), asked.options.k
     text = pa.string() if asked.out.suffix == ".csv" else pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema([(histories.column, text), _SCHEMA.field("rank"), ("item", text), _SCHEMA.field("score")])
@@ -261,7 +261,7 @@ def _finish(
     if full < count:
         say(f"{count - full:,} {histories.of} get fewer than {k:,} items")
     for path in asked.parts.iterdir():
-        if re.fullmatch(r"[0-9a-f]{16}-[0-9]{7}\.arrow", path.name):
+        if re.fullmatch(r"\.?[0-9a-f]{16}-[0-9]{7}\.arrow.*", path.name):
             path.unlink()
     return {histories.of: count, "rows": rows}
 

@@ -28,7 +28,7 @@ _LEFT_ALONE: dict[Any, tuple[str, ...]] = {
 
 
 def compile_towers(losses: SampledLosses, device: torch.device) -> None:
-    """From now on the towers are compiled, once for all sizes of batches. ValueError if there is no compiler."""
+    """Has the towers compiled, once for all sizes of batches. Raises ValueError if there is no compiler."""
     missing = "" if device.type == "cpu" or has_triton() else "Triton"
     if device.type == "cpu":
         try:

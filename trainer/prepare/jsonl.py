@@ -75,13 +75,16 @@ def read_json(file: InputFile, keys: Keys, rejects: Rejects, progress: Progress,
     names = json.loads(shape)
     if len(names) > MOST_COLUMNS:
         raise ValueError(f"{file.label}: its objects have {len(names):,} keys, more than {MOST_COLUMNS:,}")
-    fractions = [*_fractions(names)]
-    if fractions:
+    if fractions := [*_fractions(names)]:
         long = "bool_or(regexp_full_match(json_extract_string(written, {}), '-?[0-9]{{19,}}'))"
         asked = ", ".join(long.format(literal(pointer)) for *_, pointer in fractions)
-        are_long = duck.row(f"select {asked} from lines where problem is null")
+        # Few lines have so many digits in a row, and each question parses a line anew.
+        are_long = duck.row(
+            f"select {asked} from lines where problem is null and regexp_matches(written, '[0-9]{{19}}')"
+        )
         for (within, name, _), is_long in zip(fractions, are_long, strict=True):
-            within[name] = "VARCHAR" if is_long else "DOUBLE"
+            if is_long:
+                within[name] = "VARCHAR"
     everything = literal(json.dumps(_spec(names, "", None, [])))
     [whole] = duck.db.sql(f"select json_transform('null', {everything})").types
     key_names = keys(file.label, [path for name, kind in whole.children for path in paths(name, kind)])

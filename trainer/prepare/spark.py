@@ -170,7 +170,7 @@ class SparkJob(Job):
             if part is None:
                 raise ValueError(error)
             for name, labels in part.gatherer.names.items():
-                gatherer.names.setdefault(name, []).extend(labels)
+                gatherer.names.setdefault(name, set()).update(labels)
             for column, types in part.gatherer.types.items():
                 for kind, label in types.items():
                     gatherer.admit(column, kind, label)

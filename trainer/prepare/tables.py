@@ -92,7 +92,7 @@ class Gatherer:
         """Kinds of columns that files state."""
         self.types: dict[str, dict[str, str]] = {}
         """The types of each column so far, but that of missing values, each with the first file that has it."""
-        self.names: dict[str, list[str]] = {}
+        self.names: dict[str, set[str]] = {}
         """The files that have each column."""
         self.rows = 0
 
@@ -103,7 +103,7 @@ class Gatherer:
         columns = {"file": str(len(self.labels)), "line": "line", "place": raw.place, "written": "written", **own}
         columns["problem"] = f"case when problem is not null then problem{wrong} end"
         for (name, values), kind in zip(raw.others.items(), raw.types(*raw.others), strict=True):
-            self.names.setdefault(name, []).append(raw.label)
+            self.names.setdefault(name, set()).add(raw.label)
             if kind.id == "null":
                 continue
             values, sql_type = common(values, kind, raw)
@@ -239,7 +239,7 @@ class SideTable:
         return [line for line in (chosen, self.repeated(name)) if line]
 
     def repeated(self, name: str) -> str:
-        """A line about the ids that occur several times in the table `name`, "" if there are none."""
+        """Returns a line about the ids that occur several times in the table `name`; "" if there are none."""
         counts = self.ids.value_counts()
         ids = counts.field(0).filter(pc.greater(counts.field(1), 1))
         occur = "id occurs" if len(ids) == 1 else "ids occur"

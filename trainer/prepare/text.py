@@ -327,9 +327,9 @@ class _Text:
 
 
 def swallows_rows(lines: Sequence[str], dialect: _Dialect, width: int) -> bool:
-    """Whether the lines from the second on, which CSV takes for the rest of a row with a quoted field, are rows of
-    their own: at least half of them have `width` fields, with digits wherever the first line has some; if it has none,
-    MANY of them."""
+    """Returns whether the lines from the second on, which CSV takes for the rest of a row with a quoted field, are rows
+    of their own: at least half of them have `width` fields, with digits wherever the first line has some; if it has
+    none, MANY of them."""
     first = lines[0].split(dialect.delimiter)[:width]
     places = [place for place, text in enumerate(first) if _DIGIT.search(text) and '"' not in text]
     rest = [dialect.fields(line) or line.split(dialect.delimiter) for line in lines[1:] if line.strip()]

@@ -17,6 +17,7 @@ from logitmix.comm.collectives import (
     SIGN_OF_LIFE,
     agreed,
     broadcast_object,
+    largest,
     on_all_ranks,
     on_first_rank,
     on_first_rank_at_length,
@@ -94,9 +95,8 @@ class Saver:
         if self._upload and agreed(self.ranks.rank == 0 and self._upload.done(), self.ranks):
             self._end_upload()
         if self._pending:
-            written = self._pending.written
-            failed = agreed(written.done() and written.exception() is not None, self.ranks)
-            if failed or not (self._upload or agreed(not written.done(), self.ranks)):
+            state = largest(self._pending.state, self.ranks)
+            if state == FAILED or (state == WRITTEN and not self._upload):
                 self._finish()
 
     def __enter__(self) -> "Saver":
@@ -218,6 +218,10 @@ class Saver:
         return or_continue(action, self.config, self.ranks, GOES_ON if self._goes_on else "")
 
 
+WRITTEN, WRITING, FAILED = range(3)
+"""States of what is written in the background: the ranks' largest is that of all."""
+
+
 @dataclass
 class _Pending:
     """A checkpoint that is not committed yet: what this rank writes of it, at once or in a thread."""
@@ -231,6 +235,13 @@ class _Pending:
     """The entry of this rank's part in the manifest, once it is on disk."""
     begun_bytes: int = 0
     """Those of this rank's part that are written, or being written."""
+
+    @property
+    def state(self) -> int:
+        """One of WRITTEN, WRITING and FAILED."""
+        if not self.written.done():
+            return WRITING
+        return FAILED if self.written.exception() else WRITTEN
 
     def write(self, file: TensorFile) -> dict[str, Any]:
         """Writes this rank's part."""
